@@ -1,0 +1,128 @@
+"""The messages between the daemon and an agent (`tmd-run`, one per node and job), over one WebSocket.
+
+Order: AgentHello up, AgentWelcome or AgentRefused down, then AgentStatus up and AgentDirective down whenever something
+changed and at every heartbeat. Store requests are the one exchange that is not level-triggered.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tmd.protocol.rank import Directive, RankStatus
+
+
+class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    protocol: tuple[int, int]
+    tmd_version: str
+    job_id: str
+    node: str
+    #: Unique id of this agent's life; a node that comes back is another one.
+    agent_id: str
+    #: The address that ranks of this node listen on.
+    host: str
+    #: Nodes that train; agents beyond that number are standby nodes.
+    nnodes: int
+    nproc_per_node: int
+    #: Position among the job's nodes (SLURM_NODEID), or None: order of arrival.
+    node_index: int | None = None
+    #: The command that every rank runs, for comparison between nodes.
+    command: tuple[str, ...] = ()
+    script_digest: str = ""
+    #: What must agree between a standby and the others because it decides bits: python, torch, numpy, cpu_capability, threads.
+    versions: dict[str, str] = {}
+    labels: dict[str, str] = {}
+    pid: int = 0
+    uid: int = -1
+    #: Proof of the job owner where the socket gives no peer credentials.
+    token: str = ""
+
+
+class AgentWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    protocol: tuple[int, int]
+    generation: int
+    heartbeat_s: float
+    hold_limit_s: float
+    #: Secret of the job for the mutual authentication of links; kept in memory, handed to ranks by inherited descriptor.
+    job_key: bytes
+    observe_only: bool = False
+
+
+class AgentRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """Final: the agent prints the reason and ends."""
+
+    reason: str
+
+
+ProcessState = Literal["starting", "running", "exiting", "exited"]
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    incarnation: str
+    pid: int
+    state: ProcessState
+    #: Exit code as in `subprocess`: negative for a signal; None while it is not known.
+    exit_code: int | None = None
+    #: When the exit was seen first (PF_EXITING), seconds since the Unix epoch.
+    exit_seen_s: float = 0.0
+    #: The newest status of the rank, if it has sent one.
+    rank: RankStatus | None = None
+
+
+class AgentStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    agent_id: str
+    version: int
+    time_s: float
+    processes: tuple[ProcessStatus, ...] = ()
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that the daemon wants to be alive on this agent's node. The daemon mints the incarnation."""
+
+    incarnation: str
+    local_rank: int
+    #: The role it starts with; None starts a standby.
+    rank: int | None
+    world_size: int
+
+
+class JobOver(msgspec.Struct, frozen=True, kw_only=True):
+    exit_code: int
+    reason: str
+
+
+class AgentDirective(msgspec.Struct, frozen=True, kw_only=True, tag="directive"):
+    generation: int
+    sequence: int
+    #: Start what is missing, kill (SIGKILL) what runs and is not named. An incarnation that has exited is never started again.
+    processes: tuple[ProcessSpec, ...] = ()
+    #: Passed on to the ranks.
+    ranks: tuple[Directive, ...] = ()
+    #: The job has ended: end all that still runs and leave with this code.
+    job_over: JobOver | None = None
+
+
+class StoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="store_request"):
+    request_id: int
+    incarnation: str
+    operation: Literal["set", "get", "add", "compare_set", "delete", "check", "num_keys"]
+    key: str = ""
+    value: bytes = b""
+    expected: bytes = b""
+    amount: int = 0
+    #: Keys of `check`.
+    keys: tuple[str, ...] = ()
+
+
+class StoreReply(msgspec.Struct, frozen=True, kw_only=True, tag="store_reply"):
+    request_id: int
+    incarnation: str
+    found: bool = True
+    value: bytes = b""
+    number: int = 0
+    error: str = ""
+
+
+FromAgent = AgentHello | AgentStatus | StoreRequest
+ToAgent = AgentWelcome | AgentRefused | AgentDirective | StoreReply

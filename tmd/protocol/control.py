@@ -1,0 +1,42 @@
+"""The messages between an agent and one of its ranks, over an inherited socket pair (descriptor number in TMD_CONTROL_FD)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tmd.protocol.agent import StoreReply, StoreRequest
+from tmd.protocol.rank import Directive, RankStatus
+
+
+class RankWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="rank_welcome"):
+    """The first message to a rank. The job key travels here and nowhere else."""
+
+    job_id: str
+    incarnation: str
+    node: str
+    host: str
+    rank: int | None
+    local_rank: int
+    world_size: int
+    nproc_per_node: int
+    job_key: bytes
+    hold_limit_s: float
+    heartbeat_s: float
+
+
+class RankUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="rank_update"):
+    status: RankStatus
+
+
+class RankOrder(msgspec.Struct, frozen=True, kw_only=True, tag="rank_order"):
+    directive: Directive
+
+
+class PeerExiting(msgspec.Struct, frozen=True, kw_only=True, tag="peer_exiting"):
+    """The agent saw that another rank of this node is dying: the epochs up to `epoch` cannot go on."""
+
+    incarnation: str
+
+
+FromRank = RankUpdate | StoreRequest
+ToRank = RankWelcome | RankOrder | PeerExiting | StoreReply
