@@ -7,6 +7,7 @@ from __future__ import annotations
 from tmd.core.instructions import Instruction
 from tmd.core.records import LedgerSnapshot, NodeState
 from tmd.core.settings import CoreSettings
+from tmd.core.views import JobView, MigrationView, NodeView, RankView
 from tmd.protocol.agent import AgentHello, AgentStatus
 
 
@@ -66,4 +67,29 @@ class DaemonCore:
 
     def next_deadline(self) -> float | None:
         """When tick is wanted at the latest."""
+        raise NotImplementedError
+
+    def validate(self) -> None:
+        """Raises AssertionError naming the first invariant that does not hold (tests, simulator)."""
+        raise NotImplementedError
+
+    # views
+    def sentences(self) -> dict[str, str]:
+        """What each object does or waits for, one human sentence each: job, migration, node and standby ids."""
+        raise NotImplementedError
+
+    def jobs(self) -> list[JobView]:
+        raise NotImplementedError
+
+    def job(self, job_id: str) -> JobView | None:
+        raise NotImplementedError
+
+    def nodes(self) -> list[NodeView]:
+        raise NotImplementedError
+
+    def standbys(self) -> list[RankView]:
+        raise NotImplementedError
+
+    def migrations(self) -> list[MigrationView]:
+        """Those of this daemon's life and those that were open when it started; older ones are in the ledger."""
         raise NotImplementedError
