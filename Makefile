@@ -1,0 +1,58 @@
+# Every target does its own set-up (scripts/setup makes .venv). Stages of `make test` are recorded in out/stages, and the last
+# one fails if any is missing, so that nothing can be skipped silently.
+SHELL := /bin/bash
+PY := .venv/bin/python
+export OMP_NUM_THREADS := 1
+N ?= 20
+SEEDS ?= 0:10000
+STAGES := lint fast session simulator e2e soak install
+
+.PHONY: help setup demo soak test test-fast lint clean $(addprefix stage-,$(STAGES))
+
+help:
+	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
+	@echo "make soak N=20  N demo runs with random moments of drain and kill, all must be bit-identical"
+	@echo "make test-fast  lint and the tests that need seconds"
+	@echo "make test       everything"
+
+setup:
+	@scripts/setup
+
+demo: setup
+	$(PY) -m tmd.demo --out out/demo
+
+soak: setup
+	$(PY) -m tmd.demo --out out/soak --soak $(N)
+
+test-fast: setup
+	@rm -rf out/stages
+	@$(MAKE) --no-print-directory stage-lint stage-fast
+
+test: setup
+	@rm -rf out/stages
+	@for stage in $(STAGES); do $(MAKE) --no-print-directory stage-$$stage || exit 1; done
+	@scripts/stages-complete $(STAGES)
+
+stage-lint:
+	@scripts/stage lint bash -c '.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy'
+
+stage-fast:
+	@scripts/stage fast $(PY) -m pytest -q tests --ignore tests/session --ignore tests/e2e
+
+stage-session:
+	@scripts/stage session $(PY) -m pytest -q tests/session
+
+stage-simulator:
+	@scripts/stage simulator $(PY) -m tests.simulator --seeds $(SEEDS) --jobs 2
+
+stage-e2e:
+	@scripts/stage e2e $(PY) -m pytest -q tests/e2e
+
+stage-soak:
+	@scripts/stage soak $(PY) -m tmd.demo --out out/soak --soak 3
+
+stage-install:
+	@scripts/stage install scripts/check-install
+
+clean:
+	rm -rf .venv out build dist *.egg-info
