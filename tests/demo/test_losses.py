@@ -75,5 +75,5 @@ def test_two_values_for_one_step_are_a_difference_even_if_the_first_is_right(tmp
 def test_a_rank_that_did_not_finish_is_an_error_that_names_its_file(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     (folder / "final-rank1.json").unlink()
-    with pytest.raises(ValueError, match="final-rank1.json: rank 1 did not finish"):
+    with pytest.raises(ValueError, match=r"final-rank1\.json: rank 1 did not finish"):
         read_run(folder, 2)

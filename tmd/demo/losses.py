@@ -1,8 +1,9 @@
-"""What a run of the example left behind (losses-rankR.jsonl, final-rankR.json), and whether two runs are the same, bit for bit."""
+"""What a run of the example left behind (losses-rankR.jsonl, final-rankR.json), and whether two runs are bit-identical."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -100,7 +101,7 @@ def compare(reference: RunResult, run: RunResult, *, killed_ranks: set[int], kil
 def median_step_s(run: RunResult, *, skip: int = 3) -> float:
     """Median time between commits, without the first `skip` steps. Raises ValueError with fewer than two commits."""
     steps = sorted(run.times_s)[skip:]
-    gaps = [run.times_s[b] - run.times_s[a] for a, b in zip(steps, steps[1:], strict=False) if b == a + 1]
+    gaps = [run.times_s[b] - run.times_s[a] for a, b in itertools.pairwise(steps) if b == a + 1]
     if not gaps:
         raise ValueError("too few steps to tell a normal step time")
     return statistics.median(gaps)
