@@ -1,0 +1,117 @@
+"""The border behind which a resource manager lives.
+
+Contract: the daemon asks for nodes, marks them for draining and gives them back through `ResourceManager`, and through
+nothing else. A query that fails means *unknown*: never "clean", never "down". Nothing here is of one implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from tmd.core.records import NodeState
+
+#: Base states in which something of a job may still run on the node.
+BUSY_STATES = frozenset({"ALLOCATED", "MIXED", "COMPLETING"})
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """One node as its resource manager sees it: a base state plus flags, as in "IDLE+DRAIN"."""
+
+    name: str
+    #: IDLE, ALLOCATED, MIXED, COMPLETING, DOWN or UNKNOWN. Draining is a flag, never a base state.
+    base: str
+    #: For example DRAIN, NOT_RESPONDING.
+    flags: tuple[str, ...] = ()
+    #: Where the node's ranks listen.
+    address: str = ""
+    #: Failure domains, "rack" and "zone" among them, where the resource manager knows them.
+    labels: dict[str, str] = {}
+    #: Why it is drained or down, in the words of whoever did it.
+    reason: str = ""
+    #: The jobs that hold this node.
+    jobs: tuple[str, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """Base and flags in one word, as operators know it."""
+        return "+".join((self.base, *self.flags))
+
+    @property
+    def meaning(self) -> NodeState:
+        """What the daemon's core makes of it."""
+        if self.base == "DOWN":
+            return "down"
+        if self.base == "UNKNOWN":
+            return "unknown"
+        if "DRAIN" in self.flags:
+            return "draining" if self.base in BUSY_STATES else "drained"
+        return "up"
+
+
+class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A node is now in this state. Repetition is harmless."""
+
+    node: str
+    state: NodeState
+    reason: str = ""
+
+
+class ResourceManagerError(Exception):
+    """Something was asked of the resource manager that did not happen; the text says what and why, `remedy` what to do."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+class QueryFailed(ResourceManagerError):
+    """The resource manager did not answer: every node's state is unknown until it does."""
+
+
+class UnknownNode(ResourceManagerError):
+    """There is no node of this name."""
+
+
+class UnknownJob(ResourceManagerError):
+    """The resource manager knows no job of this id."""
+
+
+class RequestRefused(ResourceManagerError):
+    """The node or job is not in a state in which this can be done."""
+
+
+class ResourceManager(Protocol):
+    """What the daemon needs of Slurm, or of whatever takes its place."""
+
+    async def nodes(self) -> list[NodeView]:
+        """All nodes, by name. Raises QueryFailed."""
+        ...
+
+    async def drain(self, node: str, reason: str) -> None:
+        """Nothing new may start on the node; what runs goes on. An earlier drain and its reason are left as they are.
+
+        Raises UnknownNode, QueryFailed.
+        """
+        ...
+
+    async def resume(self, node: str) -> None:
+        """Ends a drain. Raises UnknownNode, RequestRefused, QueryFailed."""
+        ...
+
+    async def release(self, job_id: str, node: str) -> None:
+        """The job needs this node no more. Returns once that is on record; what the job still runs there is ended soon after.
+
+        Idempotent: a node that the job does not hold is released already. Raises UnknownNode, QueryFailed.
+        """
+        ...
+
+    def watch(self) -> AsyncIterator[NodeEvent]:
+        """First the state of every node, then each change, until `close`. While queries fail: "unknown", once per node."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every watch. Jobs and nodes stay as they are."""
+        ...

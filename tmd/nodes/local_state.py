@@ -1,0 +1,164 @@
+"""What a local cluster is made of and what of it is on disk: settings, nodes, jobs and the lives of nodes in them.
+
+Contract: every change is on disk before it is acted on (`Book.save` replaces the file at once), so a daemon that was
+killed finds its nodes again. One daemon writes it; the daemon's own lock on its state directory sees to that.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+#: Ended jobs kept for look-ups.
+ENDED_JOBS_KEPT = 50
+
+
+class LocalNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One node of a local cluster: its name, its own loopback address and its failure domains."""
+
+    name: str
+    address: str
+    rack: str = "r1"
+    zone: str = "z1"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"rack": self.rack, "zone": self.zone}
+
+
+class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The section [local] of the configuration."""
+
+    #: How many nodes (n1, n2, … at 127.0.0.11, 127.0.0.12, …), or each of them in full.
+    nodes: int | tuple[LocalNode, ...] = 6
+    #: Neighbouring nodes share a rack, neighbouring racks a zone. Unused where the nodes are given in full.
+    racks: int = 3
+    zones: int = 1
+    #: How often processes are looked at, in seconds.
+    poll_s: float = 0.1
+    #: A node that is killed or frozen is called down only after this long, as a real resource manager would.
+    notice_s: float = 25.0
+    #: What still runs on a released node, or of a cancelled job, has this long to end by itself.
+    release_grace_s: float = 2.0
+
+    def expand(self) -> tuple[LocalNode, ...]:
+        """Every node in full. Raises ValueError naming what is wrong."""
+        nodes = self.nodes if isinstance(self.nodes, tuple) else self._counted(self.nodes)
+        for attribute in ("name", "address"):
+            values = [getattr(node, attribute) for node in nodes]
+            twice = sorted({value for value in values if values.count(value) > 1})
+            if twice:
+                raise ValueError(f"[local] nodes: {attribute} {', '.join(twice)} is given to more than one node")
+        for node in nodes:
+            if not node.name or "/" in node.name or not node.address.startswith("127."):
+                raise ValueError(f"[local] nodes: {node.name!r} at {node.address!r} needs a plain name and a loopback address")
+        return nodes
+
+    def _counted(self, count: int) -> tuple[LocalNode, ...]:
+        if not (1 <= self.zones <= self.racks <= count <= 200):
+            raise ValueError(
+                f"[local] nodes = {count}, racks = {self.racks}, zones = {self.zones}: expected 1 ≤ zones ≤ racks ≤ nodes ≤ 200"
+            )
+        return tuple(
+            LocalNode(
+                name=f"n{index + 1}",
+                address=f"127.0.0.{index + 11}",
+                rack=f"r{index * self.racks // count + 1}",
+                zone=f"z{index * self.racks // count * self.zones // self.racks + 1}",
+            )
+            for index in range(count)
+        )
+
+
+class JobRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job for a local cluster: `command` is what follows the options of tmd-run, the script and its arguments."""
+
+    command: tuple[str, ...]
+    nnodes: int = 1
+    standby: int = 0
+    nproc_per_node: int = 1
+    #: The agents' environment; None: the daemon's own.
+    env: dict[str, str] | None = None
+    cwd: str = ""
+    #: Where <node>.log goes; empty: below the state directory.
+    log_dir: str = ""
+
+
+class Life(msgspec.Struct, kw_only=True):
+    """One life of a node in a job: an agent and all that it started. The mark is in the environment of each of them."""
+
+    mark: str
+    node: str
+    number: int
+    index: int | None
+    log: str
+    started_s: float
+    #: Both 0 until the agent has been started.
+    pid: int = 0
+    start_ticks: int = 0
+    #: As in `subprocess`; None while it runs, and for ever if the daemon was not there when it ended.
+    exit_code: int | None = None
+    #: Nothing of it runs any more.
+    ended_s: float | None = None
+    #: The node was given back at this time: the grace runs from here.
+    released_s: float | None = None
+
+
+class LocalJob(msgspec.Struct, kw_only=True):
+    job_id: str
+    request: JobRequest
+    lives: list[Life] = []
+    cancelled_s: float | None = None
+    created_s: float = 0.0
+
+    def life_on(self, node: str) -> Life | None:
+        """The newest life of this node in the job."""
+        return next((life for life in reversed(self.lives) if life.node == node), None)
+
+    def runs(self) -> bool:
+        return any(life.ended_s is None for life in self.lives)
+
+
+class NodeMarks(msgspec.Struct, kw_only=True):
+    """What was done to a node by hand."""
+
+    #: Reason of the drain, None: not drained.
+    drain: str | None = None
+    #: Set down by an operator: known at once.
+    down: str | None = None
+    #: Killed or frozen at this time: known only after `notice_s`.
+    killed_s: float | None = None
+    frozen_s: float | None = None
+
+
+class Book(msgspec.Struct, kw_only=True):
+    """All that a local cluster remembers."""
+
+    job_counter: int = 0
+    jobs: dict[str, LocalJob] = {}
+    marks: dict[str, NodeMarks] = {}
+
+    @classmethod
+    def load(cls, path: Path) -> Book:
+        """An empty book if there is no file. Raises ValueError if it cannot be read as one."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError:
+            return cls()
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path} is not a local cluster's state: {error}; move it away to start with free nodes") from None
+
+    def save(self, path: Path) -> None:
+        """Replaces the file as a whole: a reader sees the old one or the new one."""
+        ended = [job for job in self.jobs.values() if not job.runs()]
+        for job in ended[:-ENDED_JOBS_KEPT]:
+            del self.jobs[job.job_id]
+        fresh = path.with_suffix(".new")
+        fresh.touch(mode=0o600)
+        fresh.write_bytes(msgspec.json.encode(self))
+        os.replace(fresh, path)
+
+    def marks_of(self, node: str) -> NodeMarks:
+        return self.marks.setdefault(node, NodeMarks())
