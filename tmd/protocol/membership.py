@@ -40,7 +40,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     base_epoch: int
     #: Leaving rank -> its incarnation in `base_epoch`.
     leavers: dict[int, str]
-    #: The table of epoch base_epoch + 1.
+    #: The table after the flip. Its epoch is base_epoch + 1, or more if numbers were given out meanwhile.
     successor: Membership
 
 

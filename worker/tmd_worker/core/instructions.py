@@ -58,7 +58,7 @@ class DropStaged:
 @dataclasses.dataclass(frozen=True, slots=True)
 class SwitchLinks:
     """The flip on a stayer: staged links replace those to the leavers, kept links go on in the new epoch. The leavers' links
-    stay open, unused and unwatched, until RetireLinks."""
+    stay open, unused and unwatched, until RetireLinks. A staged link that broke meanwhile: link_broken for the new epoch."""
 
     plan: Plan
     epoch: int
@@ -81,7 +81,7 @@ class TakeRole:
 @dataclasses.dataclass(frozen=True, slots=True)
 class FetchFromLeaver:
     """A joiner of a plan: subscribe to the leaver's state, which it sends once it has flipped; answer with state_loaded
-    or state_failed for plan.base_epoch + 1."""
+    or state_failed for plan.successor.epoch."""
 
     plan: Plan
     rank: int

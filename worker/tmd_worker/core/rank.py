@@ -11,7 +11,7 @@ import dataclasses
 import enum
 from collections.abc import Callable
 
-from tmd.protocol.membership import Install, Membership, Plan
+from tmd.protocol.membership import Membership, Plan
 from tmd.protocol.rank import Commit, Directive, Phase, RankStatus, RecordOrigin
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.core.instructions import (
@@ -130,7 +130,6 @@ class RankCore:
         self.stamps: dict[str, float] = {}
         self.counters: collections.Counter[str] = collections.Counter()
         self._commits: collections.deque[Commit] = collections.deque(maxlen=COMMITS_KEPT)
-        self._install: Install | None = None
         self._install_epoch = -1
         self._links_done = False
         self._state_done = False
@@ -141,6 +140,8 @@ class RankCore:
         self._flipped_plan = 0
         self._flip: Plan | None = None
         self._retire_epoch = -1
+        #: The ranks that the last flip replaced: links of epochs before it to them are not watched.
+        self._left: frozenset[int] = frozenset()
         self._frozen = False
         self._vote: _Vote | None = None
         self._voting = False
@@ -170,7 +171,7 @@ class RankCore:
         """State is as it was after the build. Who built live holds the state of its role: it has just made it."""
         if self._builds_live and self.live_epoch >= 0:
             self.has_state = True
-            self.phase = "running"
+            self.phase = "holding" if self.live_epoch <= self.poisoned_epoch else "running"
         else:
             self.phase = "ready"
         return self._changed()
@@ -222,14 +223,23 @@ class RankCore:
         self._consider_plan(order)
 
     def _consider_role(self, order: Directive) -> None:
-        if order.rank == self.rank:
+        rank = order.rank
+        if rank is None and self._plan is not None:
+            return  # a joiner keeps the role of its plan for as long as the plan stands
+        if rank == self.rank:
             return
         if self.run_epoch >= 0 or self.has_state:
-            self.reason = f"told to become rank {order.rank} while holding the state of rank {self.rank}"
+            if rank is not None:
+                self.reason = f"told to become rank {rank} while holding the state of rank {self.rank}"
             return
-        self.rank = order.rank
-        if order.rank is not None:
-            self._out.append(TakeRole(order.rank))
+        self._take_role(rank)
+
+    def _take_role(self, rank: int | None) -> None:
+        if rank == self.rank:
+            return
+        self.rank = rank
+        if rank is not None:
+            self._out.append(TakeRole(rank))
 
     def _consider_plan(self, order: Directive) -> None:
         plan = order.plan
@@ -239,14 +249,13 @@ class RankCore:
             return  # the older one is still in the vote under way
         joiner_rank = plan.successor.rank_of(self.incarnation)
         joins = joiner_rank is not None and joiner_rank in plan.leavers
-        if plan.base_epoch + 1 <= self.poisoned_epoch or (not joins and plan.base_epoch != self.live_epoch):
+        if plan.base_epoch <= self.poisoned_epoch or (not joins and plan.base_epoch != self.live_epoch):
             return
         if self._plan is None:
             self._plan = plan
             if joins and joiner_rank is not None:
-                if self.rank != joiner_rank:
-                    self.rank = joiner_rank
-                    self._out.append(TakeRole(joiner_rank))
+                self.has_state = False
+                self._take_role(joiner_rank)
                 self._out.append(StageLinks(plan, joiner_rank))
                 self._out.append(FetchFromLeaver(plan, joiner_rank))
             elif self.rank is not None and not self._leaves(plan):
@@ -281,10 +290,12 @@ class RankCore:
             return
         if install.membership.rank_of(self.incarnation) != self.rank or self._voting or self.unknown:
             return
-        self._install, self._install_epoch, self._members = install, epoch, install.membership
+        self._install_epoch, self._members = epoch, install.membership
         self._links_done = False
         joining = self.rank in install.joining
         self._state_done = not joining
+        if joining:
+            self.has_state = False  # what is there will be overwritten piece by piece
         if not joining and not install.fresh and self.next_step != install.target_step:
             raise BrokenInvariant(f"rank {self.rank} is at step {self.next_step}, the install says {install.target_step}")
         self.stamps["install"] = self._clock()
@@ -310,16 +321,25 @@ class RankCore:
     # ---------------------------------------------------------------- links and state, as the shell reports them
 
     def link_broken(self, epoch: int, peer: int, *, orderly: bool, reason: str) -> list[Instruction]:
-        """A link of a group closed. `orderly`: the peer sent STOP first, so it lives and is poisoned itself."""
+        """A link of a group closed. `orderly`: the peer sent STOP first, so it lives and is poisoned itself.
+
+        A link kept over a flip may still be reported under the epoch before: that breaks the live one. Only links to
+        the leavers may close then.
+        """
         if self._finished or epoch <= self.poisoned_epoch:
+            return []
+        if epoch < self.live_epoch and peer in self._left:
             return []
         if not orderly:
             self.broken_ranks.add(peer)
         if epoch <= self.live_epoch:
-            self._poison(epoch, reason)
+            self._poison(self.live_epoch, reason)
         elif epoch == self._install_epoch:
             self.failed_epoch = epoch
             self.reason = reason
+        elif self._plan is not None and epoch == self._plan.successor.epoch:
+            self.reason = reason
+            self._drop_plan()
         return self._changed()
 
     def peer_exiting(self, incarnation: str) -> list[Instruction]:
@@ -339,14 +359,15 @@ class RankCore:
 
     def state_loaded(self, epoch: int, step: int, origin: RecordOrigin) -> list[Instruction]:
         """The joiner holds the state of its role as it is before `step`, for the installation of `epoch`."""
-        if epoch <= self.poisoned_epoch:
+        plan = self._plan
+        planned = plan is not None and epoch == plan.successor.epoch
+        if epoch <= self.poisoned_epoch or not (planned or epoch == self._install_epoch):
             return []
         self.record_origin = origin
         self.has_state = True
         self.next_step = self.applied_step = step
         self.stamps["state"] = self._clock()
-        plan = self._plan
-        if plan is not None and epoch == plan.base_epoch + 1:
+        if plan is not None and planned:
             self._flipped_plan = plan.plan_id
             self.linked_epoch = self.live_epoch = epoch
             self._install_epoch = max(self._install_epoch, epoch)
@@ -359,7 +380,7 @@ class RankCore:
     def state_failed(self, epoch: int, reason: str) -> list[Instruction]:
         """The state could not be had. In a plan the joiner steps back; if the flip has happened the daemon recovers."""
         plan = self._plan
-        if plan is not None and epoch == plan.base_epoch + 1 and epoch > self.poisoned_epoch:
+        if plan is not None and epoch == plan.successor.epoch and epoch > self.poisoned_epoch:
             self.failed_epoch = epoch
             self.reason = reason
             self._drop_plan()
@@ -410,15 +431,12 @@ class RankCore:
         self.poisoned_epoch = epoch
         self.reason = reason
         self.stamps["poisoned"] = self._clock()
-        if self._flip is not None:
-            self._dropped_plan = max(self._dropped_plan, self._flip.plan_id)
+        if self._flip is not None and self._flip.base_epoch <= epoch:
             self._flip = None
         if self._plan is not None and self._plan.base_epoch <= epoch:
             self._drop_plan(at_once=True)
-        if self._install_epoch <= epoch:
-            self._install = None
         self._out += [CloseLinks(epoch, reason), Wake()]
-        if self.phase == "running":
+        if self.phase == "running" and self.dead():
             self.phase = "holding"
         if not self._voting:
             self.reported_epoch = epoch
@@ -429,9 +447,9 @@ class RankCore:
         return self.rank is not None and plan.leavers.get(self.rank) == self.incarnation
 
     def _drop_plan(self, *, at_once: bool = False) -> None:
-        """The plan is off, unless the vote that is under way carries it: then its end decides."""
+        """The plan is off, unless the vote that is under way carries it (its end decides) or has decided the flip."""
         plan = self._plan
-        if plan is None:
+        if plan is None or self._flip is plan:
             return
         if self._voting and not at_once and self._vote is not None and self._vote.plan is plan:
             self._vote.drop_after = True
@@ -476,10 +494,11 @@ class RankCore:
             self._frozen = True
             self.phase = "frozen"
         else:
-            epoch = plan.base_epoch + 1
+            epoch = plan.successor.epoch
             self.live_epoch = self.run_epoch = self.linked_epoch = epoch
             self._install_epoch = max(self._install_epoch, epoch)
             self._retire_epoch = epoch
+            self._left = frozenset(plan.leavers)
             self._members = plan.successor
             self._out.append(SwitchLinks(plan, epoch))
         self._forget_plan()
@@ -551,8 +570,11 @@ class RankCore:
         self.applied_step = self.next_step
 
     def may_serve(self, *, step: int) -> bool | None:
-        """May this rank's state be given to a joiner of `step`? None: not yet, False: never."""
-        if self.next_step > step or (self.live_epoch > self.poisoned_epoch and not self._at_boundary):
+        """May this rank's state be given to a joiner of `step`? None: not yet, False: never.
+
+        Ask again after copying: True then says that nothing changed meanwhile.
+        """
+        if self.next_step > step or self.live_epoch > self.poisoned_epoch:
             return False
         if not self.has_state or not self._at_boundary or self.next_step < step:
             return None
