@@ -40,6 +40,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     base_epoch: int
     #: Leaving rank -> its incarnation in `base_epoch`.
     leavers: dict[int, str]
+    #: Leaving rank -> where its listener is: the joiner takes its state from there.
+    sources: dict[int, Member] = {}
     #: The table after the flip. Its epoch is base_epoch + 1, or more if numbers were given out meanwhile.
     successor: Membership
 
