@@ -1,0 +1,112 @@
+"""A daemon with a local cluster in a folder of its own, for the demo and the benchmarks: start, use, leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tmd.cli.client import Client, ClientError
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+
+
+class StackError(RuntimeError):
+    """The daemon did not start, stop or answer; the text has the end of its log."""
+
+
+class Stack:
+    """Use as a context manager. `client` speaks to the daemon."""
+
+    def __init__(self, folder: Path, *, nodes: int, core: dict[str, float] | None = None) -> None:
+        self.folder = folder
+        self.log = folder / "daemon.log"
+        # The path of a unix socket is limited to 107 bytes, so it cannot live in an output folder of any depth.
+        self._sockets = tempfile.TemporaryDirectory(prefix="tmd-demo-")
+        self.socket = Path(self._sockets.name) / "tmd.sock"
+        self._config = folder / "tmd.toml"
+        self._nodes = nodes
+        self._core = core or {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self.client = Client(str(self.socket))
+
+    def __enter__(self) -> Stack:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lines = ["[local]", f"nodes = {self._nodes}", "[core]", *(f"{key} = {value}" for key, value in self._core.items())]
+        self._config.write_text("\n".join(lines) + "\n")
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def start(self) -> None:
+        """Starts the daemon and waits until it answers. Raises StackError."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tmd.daemon.main", "serve", "--config", str(self._config)]
+                + ["--state-dir", str(self.folder / "state"), "--socket", str(self.socket)]
+                + ["--resource-manager", "local"],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                break
+            with contextlib.suppress(ClientError):
+                self.client.get("/v1/health")
+                return
+            time.sleep(0.05)
+        raise StackError(f"the daemon did not start; the end of {self.log}:\n{self._tail()}")
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """kill -9 of the daemon; `start` brings up the next one."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(STOP_TIMEOUT_S)
+
+    def submit(self, **request: Any) -> str:
+        """POST /v1/local/jobs; returns the job's id."""
+        job_id: str = self.client.post("/v1/local/jobs", request)["job_id"]
+        return job_id
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        view: dict[str, Any] = self.client.get(f"/v1/jobs/{job_id}")
+        return view
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        process = self._process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ClientError):
+                for job in self.client.get("/v1/jobs")["jobs"]:
+                    if job["record"]["state"] not in ("done", "failed"):
+                        self.client.post(f"/v1/jobs/{job['record']['job_id']}/cancel", {})
+            with contextlib.suppress(ClientError):
+                for node in self.client.get("/v1/nodes")["nodes"]:
+                    self.client.post(f"/v1/local/nodes/{node['name']}/kill", {})
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait(STOP_TIMEOUT_S)
+        self._sockets.cleanup()
+
+    def _tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:]) if self.log.exists() else "(no log)"
