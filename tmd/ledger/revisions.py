@@ -1,0 +1,56 @@
+"""Brings the ledger's schema to what this version of tmd needs. Safe to run by several processes at once."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+import tmd
+from tmd.ledger.engine import WRITES, lock_for_upgrade
+
+
+class UnknownRevision(RuntimeError):
+    """The ledger was written by a newer tmd than this one."""
+
+
+def script_location() -> Path:
+    """The folder of the revisions: `migrations/` of a checkout, `tmd_migrations` when installed."""
+    checkout = Path(tmd.__file__).resolve().parent.parent
+    if (checkout / "pyproject.toml").is_file() and (checkout / "migrations" / "env.py").is_file():
+        return checkout / "migrations"
+    spec = importlib.util.find_spec("tmd_migrations")
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError("the ledger's schema revisions are missing (package tmd_migrations): install tmd again")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+async def upgrade(engine: AsyncEngine) -> tuple[str | None, str]:
+    """Returns the revision before (None for an empty database) and after. Raises UnknownRevision."""
+    async with engine.execution_options(**{WRITES: True}).begin() as connection:
+        return await connection.run_sync(_upgrade)
+
+
+def _upgrade(connection: Connection) -> tuple[str | None, str]:
+    lock_for_upgrade(connection)
+    config = Config()
+    config.set_main_option("script_location", str(script_location()).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    scripts = ScriptDirectory.from_config(config)
+    newest = scripts.get_current_head()
+    assert newest is not None, "there is at least one revision"
+    before = MigrationContext.configure(connection).get_current_revision()
+    if before is not None and before not in {script.revision for script in scripts.walk_revisions()}:
+        raise UnknownRevision(
+            f"the ledger is at revision {before}, which this tmd does not know (its newest is {newest}): a newer tmd has "
+            "written it; start that version, or name another --database"
+        )
+    if before != newest:
+        command.upgrade(config, "head")
+    return before, newest
