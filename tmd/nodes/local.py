@@ -131,6 +131,10 @@ class LocalCluster:
                 raise RequestRefused(f"job {job_id} not started: {error}", "see that command and directory exist") from None
             return job_id
 
+    def jobs(self) -> list[LocalJob]:
+        """All that are known, oldest first."""
+        return list(self._book.jobs.values())
+
     def job(self, job_id: str) -> LocalJob:
         """Raises UnknownJob, which names the known ones."""
         job = self._book.jobs.get(job_id)

@@ -7,7 +7,6 @@ a session of its own and nothing ties it to the daemon.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -40,6 +39,8 @@ class LocalAgents:
         self._grace_s = grace_s
         #: When an agent was first seen gone while something of its life still ran, by the life's mark.
         self._gone_s: dict[str, float] = {}
+        #: Lives whose agents are children of this process, not of an earlier daemon.
+        self._children: set[str] = set()
 
     def launch(self, job: LocalJob, life: Life, node: LocalNode) -> None:
         """Raises OSError if the command, the directory or the log cannot be had."""
@@ -53,6 +54,7 @@ class LocalAgents:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._children.add(life.mark)
         life.pid, life.start_ticks = agent.pid, processes.start_ticks(agent.pid) or 0
         # Reaped in _collect_exit: the object itself would complain that its process outlives it, which is the intention here.
         agent.returncode = 0
@@ -75,11 +77,11 @@ class LocalAgents:
 
     def adopt(self, job: LocalJob, life: Life) -> None:
         """The daemon was killed between the plan to start this agent and the note that it runs."""
-        for pid in processes.pids_of(life.mark):
-            with contextlib.suppress(ProcessLookupError):
-                if os.getsid(pid) == pid:
-                    life.pid, life.start_ticks = pid, processes.start_ticks(pid) or 0
-                    log.info("agent found again job=%s node=%s pid=%d", job.job_id, life.node, pid)
+        found = [(ticks, pid) for pid in processes.pids_of(life.mark) if (ticks := processes.start_ticks(pid)) is not None]
+        if found:
+            # The oldest: everything else of the life was started by it.
+            life.start_ticks, life.pid = min(found)
+            log.info("agent found again job=%s node=%s pid=%d", job.job_id, life.node, life.pid)
 
     def observe(self, job: LocalJob, life: Life) -> bool:
         """Notes what became of a life that has not ended, and ends it if its time is over. True if something was noted."""
@@ -92,17 +94,14 @@ class LocalAgents:
             return True
         return bool(reaped)
 
-    @staticmethod
-    def _collect_exit(life: Life) -> bool | None:
+    def _collect_exit(self, life: Life) -> bool | None:
         """True: the exit code was noted now; False: nothing (more) to note; None: the kernel is not done with the process."""
-        if life.pid == 0 or life.exit_code is not None:
+        if life.mark not in self._children:
             return False
-        try:
-            pid, status = os.waitpid(life.pid, os.WNOHANG)
-        except ChildProcessError:
-            return False
+        pid, status = os.waitpid(life.pid, os.WNOHANG)
         if pid == 0:
             return None
+        self._children.discard(life.mark)
         life.exit_code = os.waitstatus_to_exitcode(status)
         return True
 
