@@ -14,7 +14,7 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.nodes.conftest import FAST, MakeCluster, end_all, job, until
+from tests.nodes.stand_ins import FAST, MakeCluster, end_all, job, until
 from tmd.nodes import local_processes
 from tmd.nodes.base import NodeEvent, NodeView, RequestRefused, UnknownJob, UnknownNode
 from tmd.nodes.local import LocalCluster
@@ -40,6 +40,10 @@ async def running(cluster: LocalCluster, job_id: str, node: str) -> list[psutil.
 
 def spawn(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def reap(pid: int) -> None:
+    os.waitpid(pid, 0)
 
 
 def log_of(life: Life) -> list[str]:
@@ -266,7 +270,7 @@ async def test_watch_tells_first_everything_and_then_what_changes(cluster: Local
 DAEMON = """
 import asyncio, sys
 from pathlib import Path
-from tests.nodes.conftest import FAST, job, shell
+from tests.nodes.stand_ins import FAST, job, shell
 from tmd.nodes.local import LocalCluster
 
 async def main():
@@ -320,7 +324,7 @@ async def test_a_reused_pid_is_not_taken_for_an_agent(make_cluster: MakeCluster)
     bystander = spawn(["sleep", "600"])
     try:
         await until(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE, "agent gone")
-        os.waitpid(ended.pid, os.WNOHANG)
+        reap(ended.pid)
         ended.pid, ended.start_ticks = bystander.pid, ended.start_ticks - 1
         await cluster.drain("n4", "writes the book")
         cluster = await make_cluster()
