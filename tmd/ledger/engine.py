@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from sqlalchemy import Connection, event, text
+from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-#: Execution option of a transaction that will write.
-WRITES = "tmd_writes"
+_Result = TypeVar("_Result")
+
 #: How long a statement may wait for another process's lock on a SQLite ledger.
 LOCK_TIMEOUT_S = 5.0
 #: Any number, the same in every tmd: it guards the schema's upgrade on Postgres.
@@ -39,15 +42,69 @@ def parse_url(text_url: str) -> URL:
     return url.set(drivername=drivers[backend])
 
 
-def connect(url: URL) -> AsyncEngine:
-    """An engine whose committed transactions survive a power cut. Connects when it is first used."""
+class Writer(Protocol):
+    """Runs transactions that write, one at a time."""
+
+    async def run(self, work: Callable[[Connection], _Result]) -> _Result:
+        """What `work` returns, once its transaction is durable. Raises what `work` or the database raises."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Database(NamedTuple):
+    readers: AsyncEngine
+    writer: Writer
+
+
+def connect(url: URL) -> Database:
+    """Connects when it is first used. What a writer's transaction has committed survives a power cut."""
     if url.get_backend_name() != "sqlite":
-        return create_async_engine(url, pool_pre_ping=True)
+        engine = create_async_engine(url, pool_pre_ping=True)
+        return Database(engine, _NetworkWriter(engine))
     _keep_private(str(url.database))
-    engine = create_async_engine(url, connect_args={} if "timeout" in url.query else {"timeout": LOCK_TIMEOUT_S})
-    event.listen(engine.sync_engine, "connect", _prepare_sqlite)
-    event.listen(engine.sync_engine, "begin", _begin_sqlite)
-    return engine
+    options: dict[str, Any] = {} if "timeout" in url.query else {"connect_args": {"timeout": LOCK_TIMEOUT_S}}
+    readers = create_async_engine(url, **options)
+    event.listen(readers.sync_engine, "connect", _prepare_sqlite)
+    event.listen(readers.sync_engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    return Database(readers, _FileWriter(url.set(drivername="sqlite"), options))
+
+
+class _NetworkWriter:
+    """Postgres: the statements are awaited one by one."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def run(self, work: Callable[[Connection], _Result]) -> _Result:
+        async with self._engine.begin() as connection:
+            return await connection.run_sync(work)
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+
+class _FileWriter:
+    """SQLite: a whole transaction in one visit to a thread. Statement by statement takes ten times as long (5 ms), and the
+    word to go on after a failure waits for it."""
+
+    def __init__(self, url: URL, options: dict[str, Any]) -> None:
+        self._engine = create_engine(url, **options)
+        event.listen(self._engine, "connect", _prepare_sqlite)
+        # A writer that begins as a reader may be refused in the middle; one that begins as a writer waits for its turn.
+        event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "ledger")
+
+    async def run(self, work: Callable[[Connection], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work)
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.dispose)
+        self._thread.shutdown(wait=False)
+
+    def _transact(self, work: Callable[[Connection], _Result]) -> _Result:
+        with self._engine.begin() as connection:
+            return work(connection)
 
 
 def lock_for_upgrade(connection: Connection) -> None:
@@ -69,9 +126,3 @@ def _prepare_sqlite(connection: Any, _record: object) -> None:
     cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    # A writer that begins as a reader may be refused in the middle; one that begins as a writer waits for its turn.
-    writes = connection.get_execution_options().get(WRITES, False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -10,19 +10,23 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
+import msgspec
 import sqlalchemy.exc
-from sqlalchemy import delete, insert, select, tuple_, update
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy import Connection, Table, delete, select, tuple_, update
 
 from tmd.core.instructions import Persist, ReleaseNode
 from tmd.ledger import revisions, schema
-from tmd.ledger.engine import WRITES, connect, parse_url
+from tmd.ledger.engine import Database, connect, parse_url
 from tmd.ledger.reading import LedgerReader
 from tmd.ledger.rows import to_row, upsert
+
+_Result = TypeVar("_Result")
 
 #: A transaction that has not ended after this long counts as failed.
 WRITE_TIMEOUT_S = 15.0
@@ -38,12 +42,23 @@ class LedgerTakenOver(RuntimeError):
     """Another daemon has started on this ledger since. This one must end."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreChange:
+    """What one turn of the rendezvous stores changed."""
+
+    #: (job, key) -> value, None to delete it.
+    values: Mapping[tuple[str, str], bytes | None]
+    #: Replies to remember, by (job, incarnation, request id).
+    replies: Mapping[tuple[str, str, int], bytes]
+    forgotten: Sequence[tuple[str, str, int]] = ()
+
+
 class Ledger(LedgerReader):
     """See the module's contract."""
 
-    def __init__(self, engine: AsyncEngine, generation: int, shown_url: str) -> None:
-        super().__init__(engine)
-        self._writer = engine.execution_options(**{WRITES: True})
+    def __init__(self, database: Database, generation: int, shown_url: str) -> None:
+        super().__init__(database.readers)
+        self._writer = database.writer
         self._turn = asyncio.Lock()
         self._latencies_s: collections.deque[float] = collections.deque(maxlen=_LATENCIES_KEPT)
         self.generation = generation
@@ -57,21 +72,17 @@ class Ledger(LedgerReader):
 
         Raises BadDatabaseUrl, UnknownRevision, or LedgerUnavailable with the reason.
         """
-        url = parse_url(database_url)
-        shown = url.render_as_string(hide_password=True)
-        async with contextlib.AsyncExitStack() as on_failure:
-            try:
-                engine = connect(url)
-                on_failure.push_async_callback(engine.dispose)
-                await revisions.upgrade(engine)
-                generation = await _next_generation(engine)
-            except (sqlalchemy.exc.DBAPIError, OSError) as error:
-                raise LedgerUnavailable(f"the ledger {shown} cannot be opened: {_reason(error)}") from error
-            on_failure.pop_all()
-        return cls(engine, generation, shown)
+
+        def upgrade_and_count(connection: Connection) -> int:
+            revisions.upgrade(connection)
+            return _next_generation(connection)
+
+        database, shown_url, generation = await _first_transaction(database_url, upgrade_and_count)
+        return cls(database, generation, shown_url)
 
     async def close(self) -> None:
         async with self._turn:
+            await self._writer.close()
             await self._engine.dispose()
 
     async def write(self, persist: Persist, releases: Iterable[ReleaseNode] = ()) -> None:
@@ -79,53 +90,56 @@ class Ledger(LedgerReader):
 
         Raises LedgerUnavailable, LedgerTakenOver.
         """
-        parts = (
+        tables: list[tuple[Table, Iterable[msgspec.Struct]]] = [
             (schema.jobs, persist.jobs),
             (schema.ranks, persist.ranks),
             (schema.nodes, persist.nodes),
             (schema.migrations, persist.migrations),
             (schema.events, persist.events),
-        )
-        async with self._transaction() as connection:
-            for table, records in parts:
-                if records:
-                    await upsert(connection, table, [to_row(table, record) for record in records])
-            if persist.paused is not None:
-                await upsert(connection, schema.meta, [{"name": "paused", "value": str(persist.paused).lower()}])
-            due = [{"job_id": release.job_id, "node": release.node, "reason": release.reason} for release in releases]
-            if due:
-                await upsert(connection, schema.releases, due)
+        ]
+        rows = [(table, [to_row(table, record) for record in records]) for table, records in tables]
+        if persist.paused is not None:
+            rows.append((schema.meta, [{"name": "paused", "value": str(persist.paused).lower()}]))
+        due = [{"job_id": release.job_id, "node": release.node, "reason": release.reason} for release in releases]
+        rows.append((schema.releases, due))
+
+        def work(connection: Connection) -> None:
+            for table, changed in rows:
+                upsert(connection, table, changed)
+
+        await self._commit(work)
 
     async def released(self, job_id: str, node: str) -> None:
         """The resource manager has taken the node back."""
         table = schema.releases
-        async with self._transaction() as connection:
-            await connection.execute(delete(table).where(table.c.job_id == job_id, table.c.node == node))
+        gone = delete(table).where(table.c.job_id == job_id, table.c.node == node)
+        await self._commit(lambda connection: connection.execute(gone))
 
-    async def write_store(
-        self,
-        values: Mapping[tuple[str, str], bytes | None],
-        replies: Mapping[tuple[str, str, int], bytes],
-        forgotten: Iterable[tuple[str, str, int]] = (),
-    ) -> None:
-        """Rendezvous stores: (job, key) -> value, None to delete; the replies to remember by (job, incarnation, request id)."""
+    async def write_store(self, change: StoreChange) -> None:
         store, remembered = schema.store, schema.store_replies
-        async with self._transaction() as connection:
-            gone = [key for key, value in values.items() if value is None]
+        gone = [key for key, value in change.values.items() if value is None]
+        kept = [{"job_id": job, "key": key, "value": value} for (job, key), value in change.values.items() if value is not None]
+        replies = [_reply_row(key, reply) for key, reply in change.replies.items()]
+
+        def work(connection: Connection) -> None:
+            upsert(connection, store, kept)
+            upsert(connection, remembered, replies)
             if gone:
-                await connection.execute(delete(store).where(tuple_(store.c.job_id, store.c.key).in_(gone)))
-            rows = [{"job_id": job, "key": key, "value": value} for (job, key), value in values.items() if value is not None]
-            await upsert(connection, store, rows)
-            await upsert(connection, remembered, [_reply_row(key, reply) for key, reply in replies.items()])
-            old = list(forgotten)
-            if old:
-                await connection.execute(delete(remembered).where(tuple_(*remembered.primary_key.columns).in_(old)))
+                connection.execute(delete(store).where(tuple_(store.c.job_id, store.c.key).in_(gone)))
+            if change.forgotten:
+                key = tuple_(*remembered.primary_key.columns)
+                connection.execute(delete(remembered).where(key.in_(change.forgotten)))
+
+        await self._commit(work)
 
     async def forget_store(self, job_id: str) -> None:
         """The job has ended: nobody will ask again."""
-        async with self._transaction() as connection:
+
+        def work(connection: Connection) -> None:
             for table in (schema.store, schema.store_replies):
-                await connection.execute(delete(table).where(table.c.job_id == job_id))
+                connection.execute(delete(table).where(table.c.job_id == job_id))
+
+        await self._commit(work)
 
     @property
     def write_median_s(self) -> float | None:
@@ -136,42 +150,67 @@ class Ledger(LedgerReader):
     def write_max_s(self) -> float | None:
         return max(self._latencies_s, default=None)
 
-    @contextlib.asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[AsyncConnection]:
+    async def _commit(self, work: Callable[[Connection], object]) -> None:
+        """Raises LedgerUnavailable, LedgerTakenOver; what is our own fault comes through as it is."""
+
+        def fenced(connection: Connection) -> None:
+            self._fence(connection)
+            work(connection)
+
         began = time.monotonic()
-        try:
-            async with self._turn, asyncio.timeout(WRITE_TIMEOUT_S), self._writer.begin() as connection:
-                await self._fence(connection)
-                yield connection
-        except (sqlalchemy.exc.IntegrityError, sqlalchemy.exc.ProgrammingError, sqlalchemy.exc.DataError):
-            raise  # not the database's trouble but ours: trying again would not help
-        except (sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError, OSError) as error:
-            raise LedgerUnavailable(_reason(error)) from error
+        with _translated(self.shown_url):
+            async with self._turn, asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._writer.run(fenced)
         self._latencies_s.append(time.monotonic() - began)
         self.writes += 1
 
-    async def _fence(self, connection: AsyncConnection) -> None:
+    def _fence(self, connection: Connection) -> None:
         """Takes the row that every writer takes, so of two daemons the older one loses."""
         mine = schema.meta.c.value == str(self.generation)
         row = update(schema.meta).where(schema.meta.c.name == "generation", mine).values(value=str(self.generation))
-        if (await connection.execute(row)).rowcount != 1:
+        if connection.execute(row).rowcount != 1:
             raise LedgerTakenOver(
                 f"another daemon has started on the ledger {self.shown_url} after this one (generation {self.generation}): "
                 "this one ends; run one daemon per ledger"
             )
 
 
-async def _next_generation(engine: AsyncEngine) -> int:
+async def upgrade(database_url: str) -> tuple[str | None, str]:
+    """Upgrades the schema alone. Returns the revision before (None: there was no ledger) and after. Raises as Ledger.open."""
+    database, _, revisions_seen = await _first_transaction(database_url, revisions.upgrade)
+    await database.writer.close()
+    return revisions_seen
+
+
+async def _first_transaction(database_url: str, work: Callable[[Connection], _Result]) -> tuple[Database, str, _Result]:
+    url = parse_url(database_url)
+    shown_url = url.render_as_string(hide_password=True)
+    async with contextlib.AsyncExitStack() as on_failure:
+        with _translated(shown_url):
+            database = connect(url)
+            on_failure.push_async_callback(database.writer.close)
+            result = await database.writer.run(work)
+        on_failure.pop_all()
+    return database, shown_url, result
+
+
+def _next_generation(connection: Connection) -> int:
     meta = schema.meta
-    async with engine.execution_options(**{WRITES: True}).begin() as connection:
-        query = select(meta.c.value).where(meta.c.name == "generation").with_for_update()
-        last = await connection.scalar(query)
-        if last is None:
-            await connection.execute(insert(meta).values(name="generation", value="1"))
-            return 1
-        generation = int(last) + 1
-        await connection.execute(update(meta).where(meta.c.name == "generation").values(value=str(generation)))
-        return generation
+    last = connection.scalar(select(meta.c.value).where(meta.c.name == "generation").with_for_update())
+    generation = int(last or 0) + 1
+    upsert(connection, meta, [{"name": "generation", "value": str(generation)}])
+    return generation
+
+
+@contextlib.contextmanager
+def _translated(shown_url: str) -> Iterator[None]:
+    """Trouble of the database becomes LedgerUnavailable; a statement of ours that cannot be right stays what it is."""
+    try:
+        yield
+    except (sqlalchemy.exc.IntegrityError, sqlalchemy.exc.ProgrammingError, sqlalchemy.exc.DataError):
+        raise
+    except (sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError, OSError) as error:
+        raise LedgerUnavailable(f"{shown_url}: {_reason(error)}") from error
 
 
 def _reply_row(key: tuple[str, str, int], reply: bytes) -> dict[str, object]:

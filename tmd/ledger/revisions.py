@@ -10,10 +10,9 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 import tmd
-from tmd.ledger.engine import WRITES, lock_for_upgrade
+from tmd.ledger.engine import lock_for_upgrade
 
 
 class UnknownRevision(RuntimeError):
@@ -31,13 +30,11 @@ def script_location() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-async def upgrade(engine: AsyncEngine) -> tuple[str | None, str]:
-    """Returns the revision before (None for an empty database) and after. Raises UnknownRevision."""
-    async with engine.execution_options(**{WRITES: True}).begin() as connection:
-        return await connection.run_sync(_upgrade)
+def upgrade(connection: Connection) -> tuple[str | None, str]:
+    """Within a transaction that writes. Returns the revision before (None for an empty database) and after.
 
-
-def _upgrade(connection: Connection) -> tuple[str | None, str]:
+    Raises UnknownRevision.
+    """
     lock_for_upgrade(connection)
     config = Config()
     config.set_main_option("script_location", str(script_location()).replace("%", "%%"))

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import JSON, Table, bindparam, insert, select, tuple_, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import JSON, Connection, Table, bindparam, insert, select, tuple_, update
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -29,25 +28,25 @@ def from_row(kind: type[_Record], row: Any) -> _Record:
     return msgspec.convert(fields, kind, str_keys=True, builtin_types=(bytes,))
 
 
-async def upsert(connection: AsyncConnection, table: Table, rows: Iterable[dict[str, Any]]) -> None:
+def upsert(connection: Connection, table: Table, rows: Iterable[dict[str, Any]]) -> None:
     """Inserts or replaces by primary key; of two rows with the same key the later counts. Needs the writer's lock."""
     keys = [column.name for column in table.primary_key.columns]
     wanted = {tuple(row[key] for key in keys): row for row in rows}
-    known = await _existing(connection, table, list(wanted))
+    known = _existing(connection, table, list(wanted))
     fresh = [row for key, row in wanted.items() if key not in known]
     if fresh:
-        await connection.execute(insert(table), fresh)
+        connection.execute(insert(table), fresh)
     changed = [{**row, **{f"key_{key}": row[key] for key in keys}} for key, row in wanted.items() if key in known]
     if changed:
         values: dict[str, Any] = {column.name: bindparam(column.name) for column in table.columns if column.name not in keys}
         same_key = [table.c[key] == bindparam(f"key_{key}") for key in keys]
-        await connection.execute(update(table).where(*same_key).values(values), changed)
+        connection.execute(update(table).where(*same_key).values(values), changed)
 
 
-async def _existing(connection: AsyncConnection, table: Table, wanted: Sequence[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+def _existing(connection: Connection, table: Table, wanted: Sequence[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
     columns = list(table.primary_key.columns)
     found: set[tuple[Any, ...]] = set()
     for start in range(0, len(wanted), _CHUNK):
         query = select(*columns).where(tuple_(*columns).in_(wanted[start : start + _CHUNK]))
-        found.update(tuple(row) for row in await connection.execute(query))
+        found.update(tuple(row) for row in connection.execute(query))
     return found
