@@ -1,0 +1,374 @@
+"""A node under a daemon: its processes are made what the daemon's newest directive says, and everything seen is reported.
+
+Contract: a named incarnation is started once and never again; one that is not named is killed. Directives pass to the ranks,
+statuses and store requests to the daemon. The connection may come and go; only the job's end, a refusal, a stop signal, or
+hold_limit_s without daemon and without a living rank end the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+import tmd
+from tmd.protocol.agent import (
+    AgentDirective,
+    AgentHello,
+    AgentStatus,
+    AgentWelcome,
+    ProcessSpec,
+    ProcessStatus,
+    StoreReply,
+)
+from tmd.protocol.codec import FROM_RANK, PROTOCOL
+from tmd.protocol.control import FromRank, RankUpdate, RankWelcome
+from tmd.protocol.rank import Directive, RankStatus
+from tmd_worker.agent import identity
+from tmd_worker.agent.daemon_link import DaemonLink, DaemonRefusal
+from tmd_worker.agent.environment import rank_environment
+from tmd_worker.agent.logs import LogPump
+from tmd_worker.agent.processes import Processes, RankProcess, StartFailed, StartOrder
+from tmd_worker.agent.rank_channel import RankChannel
+from tmd_worker.agent.settings import DirectedSettings
+from tmd_worker.agent.stop_signals import STOP_GRACE_S, StopSignals, exit_status
+
+EXIT_REFUSED = 3
+#: The job can be tried again: EX_TEMPFAIL, as a rank that held for too long.
+EXIT_ABANDONED = 75
+#: Exit code of a process that could not be started, as a shell has it.
+EXIT_NOT_STARTED = 126
+#: From the end of the job until SIGKILL.
+OVER_GRACE_S = 10.0
+#: hold_limit_s before the first welcome.
+FIRST_CONTACT_S = 600.0
+#: A rank's status is far below; all of a node's must fit one message.
+STATUS_LIMIT_BYTES = 1 << 16
+#: Ended processes that are reported although the daemon does not name them any more.
+EXITED_KEPT = 64
+_ABANDONED_CHECK_S = 0.5
+
+
+@dataclasses.dataclass(slots=True)
+class _Member:
+    """One living rank process of this node."""
+
+    spec: ProcessSpec
+    process: RankProcess
+    channel: RankChannel
+    status: RankStatus | None = None
+
+    def report(self) -> ProcessStatus:
+        return ProcessStatus(
+            incarnation=self.spec.incarnation,
+            pid=self.process.pid,
+            state=self.process.state,
+            exit_code=self.process.exit_code,
+            exit_seen_s=self.process.exit_seen_s,
+            rank=self.status,
+        )
+
+    def ends_orderly(self) -> bool:
+        """It said that it would go, so its end is no loss to anybody."""
+        return self.status is not None and self.status.phase in ("finished", "failed")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """Why the agent ends, and with which code. `sent` is the signal that the ranks have got already."""
+
+    code: int
+    text: str = ""
+    grace_s: float = OVER_GRACE_S
+    sent: signal.Signals | None = None
+
+
+class DirectedNode:
+    """The node of one agent; implements LinkOwner."""
+
+    def __init__(self, settings: DirectedSettings, pump: LogPump, say: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._say = say
+        self.agent_id = f"{settings.node}-{os.getpid()}-{secrets.token_hex(6)}"
+        self._threads = identity.rank_threads(settings.nproc_per_node, os.environ)
+        self.processes = Processes(settings.launch, settings.logs, pump, on_exiting=self._on_exiting, on_exited=self._on_exited)
+        self.link = DaemonLink(settings.daemon, self._hello(), self, say)
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._welcome: AgentWelcome | None = None
+        self._newest: AgentDirective | None = None
+        self._orders: dict[str, Directive] = {}
+        self._members: dict[str, _Member] = {}
+        self._exited: dict[str, ProcessStatus] = {}
+        self._version = 0
+
+    @property
+    def hold_limit_s(self) -> float:
+        return self._welcome.hold_limit_s if self._welcome is not None else FIRST_CONTACT_S
+
+    def decide(self, outcome: Outcome) -> None:
+        """The first reason to end counts; nothing is started any more."""
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    # ---------------------------------------------------------------- LinkOwner
+
+    def status(self) -> AgentStatus:
+        self._version += 1
+        living = [member.report() for member in self._members.values()]
+        return AgentStatus(
+            agent_id=self.agent_id,
+            version=self._version,
+            time_s=time.time(),
+            processes=(*living, *self._exited.values()),
+        )
+
+    def on_welcome(self, welcome: AgentWelcome) -> None:
+        before = self._welcome
+        if before is not None and self._members and before.job_key != welcome.job_key:
+            self._say(
+                "the daemon has another key for this job than the running ranks: its ledger was lost or replaced. The ranks go on "
+                "but none can be replaced: bring the old ledger back, or end the job and submit it again"
+            )
+            return
+        self._welcome = welcome
+
+    def on_directive(self, directive: AgentDirective) -> None:
+        newest = self._newest
+        if newest is not None and (directive.generation, directive.sequence) <= (newest.generation, newest.sequence):
+            return
+        self._newest = directive
+        if self.outcome.done():
+            return
+        if directive.job_over is not None:
+            code, reason = exit_status(directive.job_over.exit_code), directive.job_over.reason
+            self.decide(Outcome(code, f"job {self._settings.job_id} ended with code {code}: {reason}" if code else ""))
+            return
+        self._match_processes(directive)
+        for order in directive.ranks:
+            self._orders[order.incarnation] = order
+            if (member := self._members.get(order.incarnation)) is not None:
+                member.channel.order(order)
+
+    def on_store_reply(self, reply: StoreReply) -> None:
+        if (member := self._members.get(reply.incarnation)) is not None:
+            member.channel.reply(reply)
+
+    # ---------------------------------------------------------------- processes
+
+    def _match_processes(self, directive: AgentDirective) -> None:
+        named = {spec.incarnation: spec for spec in directive.processes}
+        for incarnation, member in self._members.items():
+            if incarnation not in named:
+                self._say(f"{member.process.label.text} (incarnation {incarnation}) is not wanted any more: killed")
+                member.process.send_signal(signal.SIGKILL)
+        self._orders = {incarnation: order for incarnation, order in self._orders.items() if incarnation in named}
+        unnamed = [incarnation for incarnation in self._exited if incarnation not in named]
+        for incarnation in unnamed[:-EXITED_KEPT]:
+            del self._exited[incarnation]
+        # The order may have come before the process: note it first, so that the new rank finds it.
+        self._orders.update({order.incarnation: order for order in directive.ranks})
+        for spec in directive.processes:
+            if spec.incarnation not in self._members and spec.incarnation not in self._exited:
+                self._start(spec)
+
+    def _start(self, spec: ProcessSpec) -> None:
+        welcome, settings = self._welcome, self._settings
+        assert welcome is not None  # the link lets no directive pass before a welcome
+        ours, theirs = socket.socketpair()
+        label = f"rank{spec.rank}" if spec.rank is not None else f"standby {settings.node}/{spec.local_rank}"
+        order = StartOrder(
+            name=spec.incarnation,
+            label=label,
+            local_rank=spec.local_rank,
+            standby=spec.rank is None,
+            environment=self._environment(spec, theirs.fileno()),
+            control_fd=theirs.fileno(),
+        )
+        try:
+            process = self.processes.start(order)
+        except StartFailed as error:
+            self._say(f"[{label}] {error}; the daemon is told")
+            ours.close()
+            failed = ProcessStatus(incarnation=spec.incarnation, pid=0, state="exited", exit_code=EXIT_NOT_STARTED)
+            self._exited[spec.incarnation] = msgspec.structs.replace(failed, exit_seen_s=time.time())
+            self.link.status_changed(urgent=True)
+            return
+        finally:
+            theirs.close()
+        channel = RankChannel(
+            ours,
+            spec.incarnation,
+            on_message=lambda message: self._on_message(member, message),
+            on_bad=lambda what: self._on_bad(member, what),
+        )
+        member = _Member(spec, process, channel)
+        self._members[spec.incarnation] = member
+        channel.welcome(self._rank_welcome(spec, welcome))
+        if (known := self._orders.get(spec.incarnation)) is not None:
+            channel.order(known)
+        self.link.status_changed(urgent=True)
+
+    def _on_exiting(self, process: RankProcess) -> None:
+        member = self._members[process.name]
+        member.channel.read_rest()
+        if not member.ends_orderly():
+            for other in self._members.values():
+                if other is not member and other.process.state != "exited":
+                    other.channel.peer_exiting(process.name)
+        self.link.status_changed(urgent=True)
+
+    def _on_exited(self, process: RankProcess) -> None:
+        member = self._members.pop(process.name)
+        member.channel.read_rest()
+        member.channel.close()
+        self._exited[process.name] = member.report()
+        self.link.forget_requests(process.name)
+        code = process.exit_code or 0
+        if code:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            self._say(f"[{process.label.text}] (pid {process.pid}, incarnation {process.name}) {how}")
+        self.link.status_changed(urgent=True)
+
+    # ---------------------------------------------------------------- ranks
+
+    def _on_message(self, member: _Member, message: FromRank) -> None:
+        if not isinstance(message, RankUpdate):
+            refused = self.link.request(message)
+            if refused is not None:
+                member.channel.reply(
+                    StoreReply(request_id=message.request_id, incarnation=message.incarnation, found=False, error=refused)
+                )
+            return
+        status, before = message.status, member.status
+        if len(FROM_RANK.encode(message)) > STATUS_LIMIT_BYTES:
+            self._on_bad(member, f"sent a status of more than {STATUS_LIMIT_BYTES} bytes")
+            return
+        if before is not None and status.version <= before.version:
+            return
+        member.status = status
+        if member.process.state == "starting":
+            member.process.state = "running"
+        if status.rank is not None and (before is None or before.rank != status.rank):
+            member.process.label.set(f"rank{status.rank}")
+        self.link.status_changed(urgent=before is None or _matters(before, status))
+
+    def _on_bad(self, member: _Member, what: str) -> None:
+        """A rank that breaks the protocol cannot be trusted with the job's state."""
+        self._say(f"[{member.process.label.text}] (incarnation {member.spec.incarnation}) {what}: killed")
+        member.channel.close()
+        member.process.send_signal(signal.SIGKILL)
+
+    # ---------------------------------------------------------------- what is said once
+
+    def _hello(self) -> AgentHello:
+        settings = self._settings
+        return AgentHello(
+            protocol=PROTOCOL,
+            tmd_version=tmd.__version__,
+            job_id=settings.job_id,
+            node=settings.node,
+            agent_id=self.agent_id,
+            host=settings.host,
+            nnodes=settings.nnodes,
+            nproc_per_node=settings.nproc_per_node,
+            node_index=settings.node_index,
+            command=(settings.launch.kind, settings.launch.target, *settings.launch.arguments),
+            script_digest=settings.launch.digest(),
+            versions=identity.own_versions(self._threads),
+            labels=dict(settings.labels),
+            pid=os.getpid(),
+            uid=os.getuid(),
+            token=settings.token,
+        )
+
+    def _rank_welcome(self, spec: ProcessSpec, welcome: AgentWelcome) -> RankWelcome:
+        return RankWelcome(
+            job_id=self._settings.job_id,
+            incarnation=spec.incarnation,
+            node=self._settings.node,
+            host=self._settings.host,
+            rank=spec.rank,
+            local_rank=spec.local_rank,
+            world_size=spec.world_size,
+            nproc_per_node=self._settings.nproc_per_node,
+            job_key=welcome.job_key,
+            hold_limit_s=welcome.hold_limit_s,
+            heartbeat_s=welcome.heartbeat_s,
+        )
+
+    def _environment(self, spec: ProcessSpec, control_fd: int) -> dict[str, str]:
+        settings = self._settings
+        return rank_environment(
+            rank=spec.rank if spec.rank is not None else spec.world_size - 1,
+            local_rank=spec.local_rank,
+            world_size=spec.world_size,
+            nproc_per_node=settings.nproc_per_node,
+            master_addr=settings.master_addr,
+            master_port=settings.master_port,
+            run_id=settings.job_id,
+            threads=self._threads,
+        ) | {"TMD_INCARNATION": spec.incarnation, "TMD_CONTROL_FD": str(control_fd)}
+
+
+def _matters(before: RankStatus, after: RankStatus) -> bool:
+    """Whether anybody waits for this change: anything but mere progress."""
+    progress = {name: getattr(after, name) for name in ("version", "next_step", "applied_step", "commits", "stamps", "counters")}
+    return msgspec.structs.replace(before, **progress) != after
+
+
+async def run(settings: DirectedSettings, pump: LogPump, say: Callable[[str], None]) -> int:
+    """The agent's life; returns its exit code."""
+    node = DirectedNode(settings, pump, say)
+    signals = StopSignals(node.processes.signal_all, say)
+    link = asyncio.create_task(node.link.run(), name="link")
+    watch = asyncio.create_task(_abandoned(node), name="abandoned")
+    reasons: set[asyncio.Future[Any]] = {link, watch, node.outcome, signals.stopped}
+    try:
+        await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
+        if link.done():
+            node.decide(_refusal(link, settings))
+        if signals.stopped.done():
+            signum = signals.stopped.result()
+            node.decide(Outcome(128 + signum, sent=signum, grace_s=STOP_GRACE_S))
+        outcome = await node.outcome
+        if outcome.text:
+            say(outcome.text)
+        await node.processes.end_all(outcome.grace_s, signum=None if outcome.sent else signal.SIGTERM)
+        if not link.done():
+            await node.link.flush(0.5)
+        return outcome.code
+    finally:
+        for task in (link, watch):
+            task.cancel()
+        await asyncio.gather(link, watch, return_exceptions=True)
+        node.processes.signal_all(signal.SIGKILL)
+        node.processes.close()
+
+
+def _refusal(link: asyncio.Task[None], settings: DirectedSettings) -> Outcome:
+    try:
+        link.result()
+    except DaemonRefusal as refusal:
+        return Outcome(EXIT_REFUSED, f"the daemon at {settings.daemon.text} does not serve this agent: {refusal}")
+    raise AssertionError("the link ends by refusal or cancellation alone")
+
+
+async def _abandoned(node: DirectedNode) -> None:
+    """Ends the agent when neither a daemon nor a rank is left to wait for."""
+    while not node.outcome.done():
+        await asyncio.sleep(_ABANDONED_CHECK_S)
+        away_s = node.link.away_s()
+        if away_s >= node.hold_limit_s and not node.processes.any_alive():
+            text = (
+                f"no daemon for {away_s:.0f} s and no rank running on this node: nothing is left to wait for; "
+                f"leaving with code {EXIT_ABANDONED} so that the job can be requeued"
+            )
+            node.decide(Outcome(EXIT_ABANDONED, text))

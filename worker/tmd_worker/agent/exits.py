@@ -1,0 +1,81 @@
+"""Sees that a process is dying before the kernel says so.
+
+The kernel reports an exit (and closes the sockets) only after it has freed the memory: about 70 ms per GiB. PF_EXITING is
+set before that. One thread reads the flags of every watched process each few milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+_PF_EXITING = 0x4
+#: Position of `flags` behind the command name, which ends in the last ")" (proc(5), field 9).
+_FLAGS_FIELD = 6
+#: Eight processes cost 0.5% of a core at this period.
+POLL_S = 0.005
+
+
+def is_exiting(stat: bytes) -> bool:
+    """Whether this content of /proc/PID/stat (its first 200 bytes are enough) belongs to a process that is dying."""
+    behind_name = stat[stat.rindex(b")") + 2 :]
+    return bool(int(behind_name.split(b" ", _FLAGS_FIELD + 1)[_FLAGS_FIELD]) & _PF_EXITING)
+
+
+class ExitWatch:
+    """Calls `on_exiting(pid)` once per watched process, from its own thread."""
+
+    def __init__(self, on_exiting: Callable[[int], object], poll_s: float = POLL_S) -> None:
+        self._on_exiting = on_exiting
+        self._poll_s = poll_s
+        self._lock = threading.Lock()
+        self._descriptors: dict[int, int] = {}
+        self._wanted = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="exit-watch", daemon=True)
+        self._thread.start()
+
+    def add(self, pid: int) -> None:
+        # The file of the main thread, not of the process: the kernel then adds up no other threads' times.
+        try:
+            descriptor = os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return  # no /proc here, or gone already: the pidfd tells
+        with self._lock:
+            self._descriptors[pid] = descriptor
+        self._wanted.set()
+
+    def remove(self, pid: int) -> None:
+        with self._lock:
+            descriptor = self._descriptors.pop(pid, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        self._closed = True
+        self._wanted.set()
+        self._thread.join()
+        for pid in list(self._descriptors):
+            self.remove(pid)
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wanted.wait()
+            with self._lock:
+                dying = [pid for pid, descriptor in self._descriptors.items() if self._is_dying(descriptor)]
+                for pid in dying:
+                    os.close(self._descriptors.pop(pid))
+                if not self._descriptors and not self._closed:
+                    self._wanted.clear()
+            for pid in dying:
+                self._on_exiting(pid)
+            time.sleep(self._poll_s)
+
+    @staticmethod
+    def _is_dying(descriptor: int) -> bool:
+        try:
+            return is_exiting(os.pread(descriptor, 200, 0))
+        except ProcessLookupError:
+            return True

@@ -1,0 +1,59 @@
+"""What a signal to the agent means: the ranks get it; a second request to stop kills them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+#: Requests to stop, as torchrun takes them.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+#: From the first request to stop until SIGKILL.
+STOP_GRACE_S = 30.0
+
+
+class StopSignals:
+    """Installed for the life of the event loop. `stopped` becomes the first stop signal."""
+
+    def __init__(self, signal_all: Callable[[int], None], say: Callable[[str], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.stopped: asyncio.Future[signal.Signals] = loop.create_future()
+        self._signal_all = signal_all
+        self._say = say
+        for signum in STOP_SIGNALS:
+            if signum is signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+                continue  # nohup
+            loop.add_signal_handler(signum, self._stop, signum)
+        for signum in PASSED_ON:
+            loop.add_signal_handler(signum, signal_all, signum)
+
+    def _stop(self, signum: signal.Signals) -> None:
+        if self.stopped.done():
+            self._say(f"{signum.name} again: the ranks are killed")
+            self._signal_all(signal.SIGKILL)
+            return
+        self.stopped.set_result(signum)
+        self._say(f"{signum.name}: passed on to the ranks, which have {STOP_GRACE_S:.0f} s to end (a second one kills them)")
+        if not (signum in (signal.SIGINT, signal.SIGQUIT) and _typed_at_terminal()):
+            self._signal_all(signum)
+
+
+def _typed_at_terminal() -> bool:
+    """In the foreground of a terminal, Ctrl-C reaches the ranks too: they share the agent's process group."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+def exit_status(code: int) -> int:
+    """An exit code as in `subprocess` as a shell shows it: 128 + n for a signal."""
+    return 128 - code if code < 0 else min(code, 255)
