@@ -54,7 +54,8 @@ def show(report: dict[str, Any]) -> None:
     for column in ("", *PHASES, "downtime", "in steps", "lost time", "steps redone"):
         table.add_column(column, justify="left" if not column else "right")
     for each in report["migrations"]:
-        name = f"{each['kind']}, rank {', '.join(map(str, each['ranks']))}: {'+'.join(each['from_nodes'])} to {'+'.join(each['to_nodes'])}"
+        ranks = ", ".join(map(str, each["ranks"]))
+        name = f"{each['kind']}, rank {ranks}: {'+'.join(each['from_nodes'])} to {'+'.join(each['to_nodes'])}"
         if each["state"] != "done":
             name += f" ({each['state']}: {each['reason']})"
         cells = [each["phases"][phase] for phase in PHASES]

@@ -51,15 +51,10 @@ class Stack:
 
     def start(self) -> None:
         """Starts the daemon and waits until it answers. Raises StackError."""
+        places = ["--config", self._config, "--state-dir", self.folder / "state", "--socket", self.socket]
+        command = [sys.executable, "-m", "tmd.daemon.main", "serve", *map(str, places), "--resource-manager", "local"]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tmd.daemon.main", "serve", "--config", str(self._config)]
-                + ["--state-dir", str(self.folder / "state"), "--socket", str(self.socket)]
-                + ["--resource-manager", "local"],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-            )
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
