@@ -1,0 +1,1 @@
+"""`tmctl`: what operators and users see of the daemon, and what they can ask of it."""

@@ -1,0 +1,164 @@
+"""The commands of tmctl that look at the daemon and steer nodes and jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote
+
+import click
+
+from tmd import __version__
+from tmd.cli import views
+from tmd.cli.local import local
+from tmd.cli.migrate import migrate, migration, migrations
+from tmd.cli.shell import Tmctl, command, make
+from tmd.config import default_socket
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--socket",
+    type=click.Path(path_type=Path),
+    help="The daemon's unix socket. Default: TMD_SOCKET, then the system's daemon, then this user's.",
+)
+@click.version_option(__version__, prog_name="tmctl")
+@click.pass_context
+def main(context: click.Context, socket: Path | None) -> None:
+    """Look at and steer tmd, which replaces one machine of a running training job.
+
+    \b
+    Examples:
+      tmctl status                                what the daemon is doing, one sentence for each object
+      tmctl jobs                                  all jobs with their standbys
+      tmctl drain n3 --reason "fan 2 is slow"     empty a node: its ranks move to a standby
+      tmctl migrate local-1 --rank 3 --wait       move one rank and watch it go
+      tmctl story m1                              what led to a migration and what it led to
+      tmctl local run --nodes 4 --standby 2 -- train.py --steps 100
+    """
+    context.obj = make(socket or default_socket())
+
+
+@main.command()
+@command
+def status(tmctl: Tmctl) -> None:
+    """What the daemon is doing, and one sentence for each job, migration and node it cares about."""
+    tmctl.answer(tmctl.get("/v1/status"), views.show_status)
+
+
+@main.command()
+@command
+def jobs(tmctl: Tmctl) -> None:
+    """Jobs that run and jobs that ended, newest first."""
+    tmctl.answer(tmctl.get("/v1/jobs"), lambda answer: views.show_jobs(answer["jobs"]))
+
+
+@main.group()
+def job() -> None:
+    """One job: show it, cancel it, get the token for its agents."""
+
+
+@job.command("show")
+@click.argument("job_id", metavar="JOB")
+@command
+def job_show(tmctl: Tmctl, job_id: str) -> None:
+    """Ranks, standbys, nodes and migrations of one job.
+
+    \b
+    Example:
+      tmctl job show local-1
+    """
+    tmctl.answer(tmctl.get(f"/v1/jobs/{quote(job_id, safe='')}"), views.show_job)
+
+
+@job.command("cancel")
+@click.argument("job_id", metavar="JOB")
+@command
+def job_cancel(tmctl: Tmctl, job_id: str) -> None:
+    """End a job: its agents end their ranks. Nothing of it is saved."""
+    answer = tmctl.post(f"/v1/jobs/{quote(job_id, safe='')}/cancel")
+    tmctl.answer(answer, lambda view: click.echo(f"job {job_id} is {view['record']['state']}: {view['record']['reason']}"))
+
+
+@job.command("token")
+@click.argument("job_id", metavar="JOB")
+@command
+def job_token(tmctl: Tmctl, job_id: str) -> None:
+    """Print the token by which agents on other machines prove whose job this is. Keep it in a file only its owner can read."""
+    answer = tmctl.post(f"/v1/jobs/{quote(job_id, safe='')}/token")
+    tmctl.answer(answer, lambda token: click.echo(token["token"]))
+
+
+@main.command()
+@command
+def nodes(tmctl: Tmctl) -> None:
+    """Nodes: what the resource manager says of them, and what jobs use them for."""
+    tmctl.answer(tmctl.get("/v1/nodes"), views.show_nodes)
+
+
+@main.command()
+@command
+def standby(tmctl: Tmctl) -> None:
+    """Standby processes; `ready` ones can take a role at once."""
+    tmctl.answer(tmctl.get("/v1/standbys"), lambda answer: views.show_standbys(answer["standbys"]))
+
+
+@main.command()
+@click.argument("node")
+@click.option("--reason", required=True, help="Why, for whoever finds the node drained.")
+@command
+def drain(tmctl: Tmctl, node: str, reason: str) -> None:
+    """Empty a node: ranks on it move to standbys, nothing new starts there. Training goes on.
+
+    \b
+    Examples:
+      tmctl drain n3 --reason "ECC errors, ticket 4711"
+      tmctl migrations                            watch what comes of it
+    """
+    answer = tmctl.post(f"/v1/nodes/{quote(node, safe='')}/drain", {"reason": reason})
+    tmctl.answer(answer, lambda seen: click.echo(f"node {seen['node']} is {seen['state']}; see: tmctl migrations"))
+
+
+@main.command()
+@click.argument("node")
+@command
+def resume(tmctl: Tmctl, node: str) -> None:
+    """End a drain: the node may be used again. A migration that the drain began and that has not flipped is called off."""
+    answer = tmctl.post(f"/v1/nodes/{quote(node, safe='')}/resume")
+    tmctl.answer(answer, lambda seen: click.echo(f"node {seen['node']} is {seen['state']}"))
+
+
+@main.command()
+@click.argument("subject", metavar="ID")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=1000, show_default=True, help="At most this many events.")
+@command
+def story(tmctl: Tmctl, subject: str, limit: int) -> None:
+    """What happened to a job, migration, incarnation or node, and what led to it: causes first, what follows indented.
+
+    \b
+    Examples:
+      tmctl story m1
+      tmctl story local-1 --limit 50
+    """
+    tmctl.answer(tmctl.get(f"/v1/story/{quote(subject, safe='')}?limit={limit}"), views.show_story)
+
+
+@main.command()
+@command
+def pause(tmctl: Tmctl) -> None:
+    """Begin nothing planned until `tmctl unpause`: drains and requests queue. Lost ranks are still replaced."""
+    tmctl.answer(tmctl.post("/v1/pause"), lambda _: click.echo("paused: nothing planned begins; undo with: tmctl unpause"))
+
+
+@main.command()
+@command
+def unpause(tmctl: Tmctl) -> None:
+    """End a pause: what has queued begins."""
+    tmctl.answer(tmctl.post("/v1/unpause"), lambda _: click.echo("active: planned migrations begin again"))
+
+
+for each in (migrate, migration, migrations, local):
+    main.add_command(each)
+
+
+if __name__ == "__main__":
+    main()

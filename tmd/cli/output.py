@@ -1,0 +1,132 @@
+"""How tmctl prints: tables for people, aligned plain columns where no terminal is, JSON for programs.
+
+Contract: units are in headers; nothing is cut off or wrapped where the output is not a terminal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+#: Between a header's words and their unit.
+Row = Sequence[object]
+#: What is shown for "not known" and "does not apply".
+NOTHING = "-"
+_STYLES = {
+    "running": "green",
+    "done": "green",
+    "ready": "green",
+    "up": "green",
+    "IDLE": "green",
+    "ALLOCATED": "green",
+    "failed": "bold red",
+    "aborted": "red",
+    "down": "bold red",
+    "lost": "red",
+    "draining": "yellow",
+    "drained": "yellow",
+    "recovering": "yellow",
+    "holding": "yellow",
+    "unknown": "yellow",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """A table: headers with their units, rows of values."""
+
+    headers: Sequence[str]
+    rows: Sequence[Row]
+    title: str = ""
+    #: Said instead of an empty table.
+    empty: str = "none"
+
+
+def show_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def show(listing: Listing) -> None:
+    rows = [[text(value) for value in row] for row in listing.rows]
+    if not rows:
+        click.echo(f"{listing.title}: {listing.empty}" if listing.title else listing.empty)
+    elif sys.stdout.isatty():
+        _show_table(listing, rows)
+    else:
+        _show_plain(listing, rows)
+
+
+def _show_table(listing: Listing, rows: list[list[str]]) -> None:
+    table = Table(title=listing.title or None, title_justify="left", header_style="bold")
+    for index, header in enumerate(listing.headers):
+        numeric = all(_is_number(value) for row in listing.rows for value in [row[index]])
+        table.add_column(header, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    Console().print(table)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _show_plain(listing: Listing, rows: list[list[str]]) -> None:
+    if listing.title:
+        click.echo(f"{listing.title}:")
+    widths = [max(map(len, column)) for column in zip(listing.headers, *rows, strict=True)]
+    for row in (listing.headers, *rows):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def text(value: object) -> str:
+    """A cell: nothing known is "-", floats have as many digits as mean something."""
+    if value is None or value == "":
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or NOTHING
+    return str(value)
+
+
+def ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1000
+
+
+def age(since_s: float | None, now_s: float | None = None) -> str:
+    """How long ago, in the two largest units that matter."""
+    if not since_s:
+        return NOTHING
+    seconds = max(0.0, (time.time() if now_s is None else now_s) - since_s)
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def clock(time_s: float) -> str:
+    """Local time of day to the millisecond."""
+    return time.strftime("%H:%M:%S", time.localtime(time_s)) + f".{int(time_s * 1000) % 1000:03d}"
+
+
+def lines(values: Iterable[tuple[str, object]]) -> None:
+    """Names and values, one a line."""
+    pairs = [(name, text(value)) for name, value in values]
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        click.echo(f"{name.ljust(width)}  {value}")

@@ -1,0 +1,196 @@
+"""The daemon's answers as listings: one function for each kind of thing. Answers are those of tmd.api, as decoded JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from tmd.cli.output import NOTHING, Listing, age, clock, lines, ms, show
+from tmd.core.records import PHASES
+
+#: A chain of causes is indented this deep at most.
+_DEEPEST = 8
+
+
+def show_status(status: dict[str, Any]) -> None:
+    ledger = status["ledger"]
+    health = "healthy" if ledger["healthy"] else f"NOT WRITABLE for {age(ledger['failing_since_s'])}: {ledger['error']}"
+    mode = [name for name in ("paused", "observe_only") if status[name]]
+    jobs = ", ".join(f"{count} {state}" for state, count in status["jobs"].items())
+    lines(
+        [
+            ("daemon", f"tmd {status['tmd_version']}, pid {status['pid']}, up {age(status['started_s'], status['now_s'])}"),
+            ("life", f"{status['generation']} (times that a daemon has started on this ledger)"),
+            ("protocol", ".".join(map(str, status["protocol"]))),
+            ("mode", f"{', '.join(mode).replace('_', ' ')}: nothing planned begins" if mode else "active"),
+            ("resource manager", status["resource_manager"]),
+            ("agents connected", status["agents"]),
+            ("ledger", f"{ledger['url']}, {health}"),
+            ("ledger writes", f"{ledger['writes']}, median {_ms(ledger['write_median_s'])}, worst {_ms(ledger['write_max_s'])}"),
+            ("jobs", jobs),
+        ]
+    )
+    if status["sentences"]:
+        click.echo()
+        show(Listing(("object", "now"), list(status["sentences"].items())))
+
+
+def _ms(seconds: float | None) -> str:
+    return NOTHING if seconds is None else f"{seconds * 1000:.2f} ms"
+
+
+def show_jobs(views: list[dict[str, Any]]) -> None:
+    rows = []
+    for view in views:
+        record = view["record"]
+        ready = sum(standby["phase"] == "ready" for standby in view["standbys"])
+        standbys = f"{ready}/{len(view['standbys'])}"
+        migrations = [each["record"]["migration_id"] for each in view["migrations"]]
+        row = (record["job_id"], record["state"], record["world_size"], standbys, record["epoch"], view["next_step"])
+        rows.append((*row, ms(view["normal_step_s"]), migrations, view["sentence"] or record["reason"]))
+    headers = ("job", "state", "ranks", "standbys ready", "epoch", "next step", "normal step (ms)", "migrations", "now")
+    show(Listing(headers, rows, empty="no jobs"))
+
+
+def show_job(view: dict[str, Any]) -> None:
+    record = view["record"]
+    lines(
+        [
+            ("job", record["job_id"]),
+            ("state", record["state"]),
+            ("now", view["sentence"] or record["reason"]),
+            ("shape", f"{record['nnodes']} nodes with {record['nproc_per_node']} ranks each, {record['world_size']} ranks"),
+            ("owner uid", record["owner_uid"]),
+            ("command", " ".join(record["command"])),
+            ("epoch", record["epoch"]),
+            ("next step", view["next_step"]),
+            ("normal step (ms)", ms(view["normal_step_s"])),
+            ("last commit", f"{age(view['last_commit_s'])} ago" if view["last_commit_s"] else NOTHING),
+            ("restarts", record["restarts"]),
+            ("exit code", record["exit_code"]),
+            ("bit-identical", "as far as is known" if not record["approximations"] else "; ".join(record["approximations"])),
+        ]
+    )
+    click.echo()
+    show(_rank_listing("ranks", view["ranks"]))
+    click.echo()
+    show(_rank_listing("standbys", view["standbys"]))
+    click.echo()
+    nodes = [
+        (node["node"], node["use"], node["state"], _labels(node["labels"]), node["agent_id"], node["reason"])
+        for node in view["nodes"]
+    ]
+    show(Listing(("node", "use", "state", "labels", "agent", "reason"), nodes, title="nodes"))
+    click.echo()
+    show_migrations(view["migrations"], title="migrations under way")
+
+
+def _rank_listing(title: str, views: list[dict[str, Any]]) -> Listing:
+    rows = []
+    for view in views:
+        record = view["record"]
+        phase = view["phase"] or record["state"]
+        address = f"{view['host']}:{view['port']}" if view["port"] else NOTHING
+        heard = (
+            age(view["last_heard_s"]) if view["connected"] or not view["last_heard_s"] else f"{age(view['last_heard_s'])} (lost)"
+        )
+        row = (record["rank"], record["incarnation"], record["node"], view["pid"] or None, address, phase)
+        rows.append((*row, view["run_epoch"], view["next_step"], heard, view["sentence"] or record["reason"]))
+    headers = ("rank", "incarnation", "node", "pid", "address", "phase", "epoch", "next step", "heard ago", "now")
+    return Listing(headers, rows, title=title)
+
+
+def show_standbys(views: list[dict[str, Any]]) -> None:
+    rows = []
+    for view in views:
+        record = view["record"]
+        row = (record["job_id"], record["incarnation"], record["node"], view["pid"] or None, view["phase"] or record["state"])
+        rows.append((*row, age(view["last_heard_s"]), view["sentence"] or record["reason"]))
+    show(Listing(("job", "incarnation", "node", "pid", "phase", "heard ago", "now"), rows, empty="no standbys"))
+
+
+def show_nodes(answer: dict[str, Any]) -> None:
+    rows = []
+    for node in answer["nodes"]:
+        uses = node["uses"] or [None]
+        for use in uses:
+            row = (node["name"], node["state"], node["manager_state"], _labels(node["labels"]), node["address"])
+            rows.append((*row, *_use(use), (use or {}).get("sentence") or node["reason"]))
+    headers = ("node", "state", "manager says", "labels", "address", "job", "use", "ranks", "standbys ready", "now")
+    show(Listing(headers, rows, empty="no nodes"))
+    if answer["manager_error"]:
+        click.echo(f"the resource manager does not answer, states are unknown: {answer['manager_error']}", err=True)
+
+
+def _use(use: dict[str, Any] | None) -> tuple[object, ...]:
+    if use is None:
+        return (None, None, None, None)
+    record = use["record"]
+    standbys = f"{use['standbys_ready']}/{use['standbys']}" if use["standbys"] else None
+    return (record["job_id"], record["use"], use["ranks"], standbys)
+
+
+def _labels(labels: dict[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in sorted(labels.items()))
+
+
+def show_migrations(views: list[dict[str, Any]], *, title: str = "") -> None:
+    rows = []
+    for view in views:
+        record = view["record"]
+        row = (record["migration_id"], record["job_id"], record["kind"], record["state"], list(record["leavers"]))
+        places = (record["from_nodes"], record["to_nodes"])
+        phases = tuple(ms(record["phases_s"].get(phase)) for phase in PHASES)
+        costs = (ms(record["downtime_s"]), record["downtime_steps"], ms(record["lost_time_s"]), record["steps_redone"])
+        rows.append((*row, *places, *phases, *costs, record["reason"] or view["sentence"]))
+    headers = ("migration", "job", "kind", "state", "ranks", "from", "to", *(f"{phase} (ms)" for phase in PHASES))
+    headers += ("downtime (ms)", "downtime (steps)", "lost time (ms)", "steps redone", "now")
+    show(Listing(headers, rows, title=title, empty="no migrations" if not title else "none"))
+
+
+def show_migration(view: dict[str, Any]) -> None:
+    record = view["record"]
+    pairs = [f"rank {rank}: {leaver} → {record['joiners'].get(rank, NOTHING)}" for rank, leaver in record["leavers"].items()]
+    lines(
+        [
+            ("migration", record["migration_id"]),
+            ("job", record["job_id"]),
+            ("kind", record["kind"]),
+            ("state", record["state"]),
+            ("now", record["reason"] or view["sentence"]),
+            ("asked for by", record["trigger"]),
+            ("who", "; ".join(pairs)),
+            ("nodes", f"{','.join(record['from_nodes']) or NOTHING} → {','.join(record['to_nodes']) or NOTHING}"),
+            ("attempt", record["attempt"]),
+            *((f"{phase} (ms)", ms(record["phases_s"].get(phase))) for phase in PHASES),
+            ("downtime (ms)", ms(record["downtime_s"])),
+            ("downtime (steps)", record["downtime_steps"]),
+            ("lost time (ms)", ms(record["lost_time_s"])),
+            ("normal step (ms)", ms(record["normal_step_s"])),
+            ("steps redone", record["steps_redone"]),
+            ("stayer links reopened", record["stayer_links_reopened"]),
+            ("moved (bytes)", record["bytes_moved"]),
+            ("small state", record["record_origin"]),
+        ]
+    )
+
+
+def show_story(answer: dict[str, Any]) -> None:
+    """A timeline in which what was caused stands to the right of its cause; a cause that is not the line above is named."""
+    events = answer["events"]
+    if not events:
+        click.echo(f"nothing is recorded about {answer['subject']}")
+        return
+    depths: dict[int, int] = {}
+    rows = []
+    before = 0
+    for event in events:
+        depth = depths.get(event["cause"], -1) + 1
+        depths[event["event_id"]] = depth
+        because = f" (because of {event['cause']})" if event["cause"] in depths and event["cause"] != before else ""
+        before = event["event_id"]
+        told = f"{'  ' * min(depth, _DEEPEST)}{event['kind']}: {event['text']}{because}"
+        since = (event["time_s"] - events[0]["time_s"]) * 1000
+        rows.append((clock(event["time_s"]), f"+{since:.0f}", event["event_id"], event["subject"], told))
+    show(Listing(("time", "since (ms)", "event", "about", "what"), rows))
