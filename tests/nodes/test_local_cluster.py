@@ -124,14 +124,19 @@ async def test_a_killed_node_is_called_down_only_after_a_while(cluster: LocalClu
     await cluster.submit(job(2))
     await cluster.kill("n1")
     assert (await view(cluster, "n1")).state == "ALLOCATED"
-    await cluster.kill("n3")
-    assert (await view(cluster, "n3")).state == "IDLE"
-    with pytest.raises(RequestRefused, match="2 nodes wanted"):
-        await cluster.submit(job(2))
+    with pytest.raises(RequestRefused, match="3 nodes wanted"):
+        await cluster.submit(job(3))
     deadline = time.monotonic() + 5
     while (await view(cluster, "n1")).state != "DOWN+NOT_RESPONDING":
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
+
+
+async def test_a_killed_node_that_nobody_uses_is_down_at_once(cluster: LocalCluster) -> None:
+    await cluster.kill("n3")
+    assert (await view(cluster, "n3")).meaning == "down"
+    assert await cluster.come_back("n3") is None
+    assert (await view(cluster, "n3")).state == "IDLE"
 
 
 async def test_a_node_set_down_is_down_at_once(cluster: LocalCluster) -> None:
@@ -215,11 +220,19 @@ async def test_a_released_node_is_free_once_nothing_of_the_job_is_left(cluster: 
     await cluster.release(job_id, "n1")
     await cluster.release(job_id, "n1")
     await cluster.release(job_id, "n4")
-    assert (await view(cluster, "n1")).state == "ALLOCATED+DRAIN"
+    assert (await view(cluster, "n1")).state == "COMPLETING+DRAIN"
     await until(lambda: life(cluster, job_id, "n1").ended_s is not None, "n1 free")
     assert gone(members)
     assert (await view(cluster, "n1")).state == "IDLE+DRAIN"
     assert all(other.is_running() for other in others)
+
+
+async def test_a_job_waits_for_nodes_that_are_being_given_back(cluster: LocalCluster) -> None:
+    first = await cluster.submit(job(4))
+    for node in ("n1", "n2", "n3", "n4"):
+        await cluster.release(first, node)
+    second = await cluster.submit(job(4))
+    assert {view.jobs for view in await cluster.nodes()} == {(second,)}
 
 
 async def test_what_an_agent_leaves_behind_is_ended(cluster: LocalCluster) -> None:

@@ -108,6 +108,7 @@ class LocalCluster:
     async def submit(self, request: JobRequest) -> str:
         """Starts one agent on each of nnodes + standby free nodes; returns the job's id. Raises RequestRefused."""
         async with self._lock:
+            await self._until_settled()
             chosen = self._choose(request)
             self._book.job_counter += 1
             job_id = f"local-{self._book.job_counter}"
@@ -252,13 +253,15 @@ class LocalCluster:
 
     def _view(self, node: LocalNode) -> NodeView:
         marks = self._book.marks_of(node.name)
-        holders = tuple(job.job_id for job in self._book.jobs.values() if self._holds(job, node.name, marks))
-        base, reason = ("ALLOCATED" if holders else "IDLE"), marks.drain or ""
+        holders = [job for job in self._book.jobs.values() if self._holds(job, node.name, marks)]
+        base, reason = "IDLE", marks.drain or ""
+        if holders:
+            base = "COMPLETING" if all(self._is_ending(job, node.name) for job in holders) else "ALLOCATED"
         flags = ["DRAIN"] if marks.drain is not None else []
         silent_since = marks.killed_s if marks.killed_s is not None else marks.frozen_s
         if marks.down is not None:
             base, reason = "DOWN", marks.down
-        elif silent_since is not None and time.time() - silent_since >= self._settings.notice_s:
+        elif silent_since is not None and (not holders or time.time() - silent_since >= self._settings.notice_s):
             base, reason = "DOWN", "not responding"
             flags.append("NOT_RESPONDING")
         return NodeView(
@@ -268,7 +271,7 @@ class LocalCluster:
             address=node.address,
             labels=node.labels,
             reason=reason,
-            jobs=holders,
+            jobs=tuple(job.job_id for job in holders),
         )
 
     @staticmethod
@@ -279,6 +282,11 @@ class LocalCluster:
         if life.ended_s is None:
             return True
         return marks.killed_s is not None and life.released_s is None and job.runs()
+
+    @staticmethod
+    def _is_ending(job: LocalJob, node: str) -> bool:
+        life = job.life_on(node)
+        return job.cancelled_s is not None or (life is not None and life.released_s is not None)
 
     def _choose(self, request: JobRequest) -> list[LocalNode]:
         """The first free nodes. Raises RequestRefused with what stands against it."""
@@ -331,6 +339,12 @@ class LocalCluster:
                 await asyncio.sleep(0.002)
         except TimeoutError as error:
             raise QueryFailed(f"node {node}: {error}", "look at its processes with ps: the kernel holds them") from None
+
+    async def _until_settled(self) -> None:
+        """Waits, not for ever, for nodes that are being given back: they are as good as free."""
+        deadline = time.monotonic() + self._settings.release_grace_s + KILL_TIMEOUT_S
+        while time.monotonic() < deadline and any(view.base == "COMPLETING" for view in await self.nodes()):
+            await asyncio.sleep(self._settings.poll_s)
 
     async def _signal_processes(self, node: str, number: signal.Signals) -> None:
         for life in self._lives_on(node):
