@@ -1,0 +1,368 @@
+"""Real rank processes under the real DaemonCore, without a daemon's or an agent's shell: one loop in the test's own process
+stands in for both. Nodes are names; every rank is a process with a socket pair, as an agent would start it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tmd.core.daemon import DaemonCore
+from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, ReleaseNode, WelcomeAgent
+from tmd.core.settings import CoreSettings
+from tmd.protocol.agent import (
+    AgentDirective,
+    AgentHello,
+    AgentStatus,
+    AgentWelcome,
+    JobOver,
+    ProcessSpec,
+    ProcessStatus,
+    StoreReply,
+    StoreRequest,
+)
+from tmd.protocol.codec import FROM_RANK, TO_RANK, FrameReader, frame
+from tmd.protocol.control import FromRank, PeerExiting, RankOrder, RankUpdate, RankWelcome, ToRank
+from tmd.protocol.rank import RankStatus
+
+JOB = "job"
+SCRIPT = Path(__file__).with_name("training.py")
+ROOT = Path(__file__).parents[2]
+
+
+class Store:
+    """The job's rendezvous store, as the daemon keeps it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def answer(self, request: StoreRequest) -> StoreReply:
+        found, value, number, key = True, b"", 0, request.key
+        match request.operation:
+            case "set":
+                self.values[key] = request.value
+            case "get":
+                found, value = key in self.values, self.values.get(key, b"")
+            case "add":
+                number = int(self.values.get(key, b"0")) + request.amount
+                self.values[key] = str(number).encode()
+            case "compare_set":
+                if self.values.get(key, b"") == request.expected:
+                    self.values[key] = request.value
+                value = self.values.get(key, request.expected)
+            case "delete":
+                found = self.values.pop(key, None) is not None
+            case "check":
+                found = all(k in self.values for k in request.keys)
+            case "num_keys":
+                number = len(self.values)
+        return StoreReply(request_id=request.request_id, incarnation=request.incarnation, found=found, value=value, number=number)
+
+
+@dataclasses.dataclass(slots=True)
+class RankProcess:
+    """One rank process as its agent sees it."""
+
+    spec: ProcessSpec
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+    reader: FrameReader[FromRank]
+    log: Path
+    status: RankStatus | None = None
+    exit_code: int | None = None
+    #: Sent already, so that only changes go down.
+    order: bytes = b""
+
+    @property
+    def alive(self) -> bool:
+        return self.exit_code is None
+
+
+@dataclasses.dataclass(slots=True)
+class Node:
+    """The stand-in for one node's agent."""
+
+    name: str
+    index: int
+    processes: dict[str, RankProcess] = dataclasses.field(default_factory=dict)
+    welcome: AgentWelcome | None = None
+    directive: AgentDirective | None = None
+    version: int = 0
+    dirty: bool = False
+
+
+class Cluster:
+    """A job on `nodes` training nodes and `standbys` more. Use as a context manager: it kills what it started."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nodes: int = 2,
+        per_node: int = 1,
+        standbys: int = 0,
+        arguments: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+        settings: CoreSettings | None = None,
+    ) -> None:
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.nodes = {f"n{i}": Node(f"n{i}", i) for i in range(nodes + standbys)}
+        self.store = Store()
+        self.over: JobOver | None = None
+        self.refused: list[str] = []
+        self.released: list[str] = []
+        self.sentences: list[str] = []
+        self._training_nodes, self._per_node = nodes, per_node
+        self._arguments, self._environment = arguments, environment or {}
+        self._selector = selectors.DefaultSelector()
+        self._core = DaemonCore(settings or CoreSettings(), generation=1)
+        self._next_beat_s = 0.0
+        self._started: list[RankProcess] = []
+
+    def __enter__(self) -> Cluster:
+        for node in self.nodes.values():
+            hello = AgentHello(
+                protocol=(1, 0),
+                tmd_version="0",
+                job_id=JOB,
+                node=node.name,
+                agent_id=f"agent-{node.name}",
+                host="127.0.0.1",
+                nnodes=self._training_nodes,
+                nproc_per_node=self._per_node,
+                node_index=node.index,
+                uid=os.getuid(),
+            )
+            self._perform(self._core.agent_hello(time.time(), hello, b"k" * 32))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for started in self._started:
+            if started.process.poll() is None:
+                started.process.kill()
+            started.process.wait()
+            started.sock.close()
+        self._selector.close()
+
+    # ---------------------------------------------------------------- what tests do
+
+    @property
+    def core(self) -> DaemonCore:
+        return self._core
+
+    def migrate(self, rank: int) -> str:
+        """An operator asks for a planned migration; returns its id."""
+        migration_id, instructions = self._core.request_migration(time.time(), JOB, rank=rank, who="test")
+        self._perform(instructions)
+        return migration_id
+
+    def member(self, rank: int) -> RankProcess:
+        """The living process that holds this rank now."""
+        for process in self._started:
+            status = process.status
+            if process.alive and status is not None and status.rank == rank and status.has_state and status.phase != "frozen":
+                return process
+        raise LookupError(f"no living process has rank {rank}")
+
+    def kill(self, process: RankProcess) -> None:
+        process.process.send_signal(signal.SIGKILL)
+
+    def processes(self) -> list[RankProcess]:
+        return list(self._started)
+
+    def run_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Plays daemon and agents until `condition`. Raises AssertionError with everyone's logs when the time is up."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"not within {timeout_s} s\n{self.report()}")
+            self._turn()
+
+    def run(self, timeout_s: float = 60.0) -> JobOver:
+        """Until the job is over."""
+        self.run_until(lambda: self.over is not None, timeout_s)
+        assert self.over is not None
+        return self.over
+
+    def step_of(self, rank: int) -> int:
+        """The next step of the rank's member, -1 while nobody has it."""
+        with contextlib.suppress(LookupError):
+            status = self.member(rank).status
+            return status.next_step if status is not None else -1
+        return -1
+
+    def losses(self) -> dict[int, dict[int, str]]:
+        """Rank -> step -> loss as written by the training script. A step written twice must read the same."""
+        losses: dict[int, dict[int, str]] = {}
+        for path in self.folder.glob("loss-*.jsonl"):
+            for line in path.read_text().splitlines():
+                row = json.loads(line)
+                mine = losses.setdefault(row["rank"], {})
+                assert mine.setdefault(row["step"], row["loss"]) == row["loss"], f"step {row['step']} has two losses: {path}"
+        return losses
+
+    def digests(self) -> dict[int, str]:
+        """Rank -> digest of the final state."""
+        return {int(p.stem.split("-")[1]): p.read_text() for p in self.folder.glob("digest-*.txt")}
+
+    def result(self) -> dict[str, Any]:
+        """What must be the same in two runs."""
+        return {"losses": self.losses(), "digests": self.digests()}
+
+    def report(self) -> str:
+        """Everything a failed test should show."""
+        lines = [f"{k}: {v}" for k, v in self._core.sentences().items()]
+        for process in self._started:
+            lines.append(f"--- {process.spec} exit={process.exit_code} status={process.status}")
+            lines.append(process.log.read_text(errors="replace")[-6000:])
+        return "\n".join(lines)
+
+    # ---------------------------------------------------------------- the loop
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(0.01):
+            self._read(*key.data)
+        self._see_exits()
+        now = time.time()
+        if now >= self._next_beat_s:
+            self._next_beat_s = now + 0.1
+            for node in self.nodes.values():
+                node.dirty = True
+        for node in self.nodes.values():
+            if node.dirty and node.welcome is not None:
+                self._report_node(node)
+        deadline = self._core.next_deadline()
+        if deadline is not None and deadline <= time.time():
+            self._perform(self._core.tick(time.time()))
+
+    def _read(self, node: Node, process: RankProcess) -> None:
+        try:
+            data = process.sock.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(process.sock)
+            return
+        for message in process.reader.feed(data):
+            if isinstance(message, RankUpdate):
+                process.status = message.status
+                node.dirty = True
+            else:
+                self._send(process, self.store.answer(message))
+
+    def _see_exits(self) -> None:
+        for node in self.nodes.values():
+            for process in node.processes.values():
+                if process.alive and process.process.poll() is not None:
+                    process.exit_code = process.process.returncode
+                    node.dirty = True
+                    for peer in node.processes.values():
+                        if peer.alive:
+                            self._send(peer, PeerExiting(incarnation=process.spec.incarnation))
+
+    def _report_node(self, node: Node) -> None:
+        node.dirty = False
+        node.version += 1
+        processes = tuple(
+            ProcessStatus(
+                incarnation=p.spec.incarnation,
+                pid=p.process.pid,
+                state="running" if p.alive else "exited",
+                exit_code=p.exit_code,
+                rank=p.status,
+            )
+            for p in node.processes.values()
+        )
+        status = AgentStatus(agent_id=f"agent-{node.name}", version=node.version, time_s=time.time(), processes=processes)
+        self._perform(self._core.agent_status(time.time(), status))
+
+    def _perform(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case WelcomeAgent(agent_id, welcome):
+                    self.nodes[agent_id.removeprefix("agent-")].welcome = welcome
+                case RefuseAgent(_, reason):
+                    self.refused.append(reason)
+                case ReleaseNode(_, node, _):
+                    self.released.append(node)
+                case DirectAgent(agent_id, directive):
+                    self._direct(self.nodes[agent_id.removeprefix("agent-")], directive)
+                case _:
+                    pass
+
+    def _direct(self, node: Node, directive: AgentDirective) -> None:
+        node.directive = directive
+        if directive.job_over is not None:
+            self.over = directive.job_over
+        wanted = {spec.incarnation for spec in directive.processes}
+        for spec in directive.processes:
+            if spec.incarnation not in node.processes:
+                node.processes[spec.incarnation] = self._start(node, spec)
+                node.dirty = True
+        for incarnation, process in node.processes.items():
+            if incarnation not in wanted and process.alive:
+                self.kill(process)
+        for order in directive.ranks:
+            process = node.processes.get(order.incarnation)
+            if process is not None and process.alive:
+                self._send(process, RankOrder(directive=order))
+
+    def _start(self, node: Node, spec: ProcessSpec) -> RankProcess:
+        ours, theirs = socket.socketpair()
+        log = self.folder / f"{spec.incarnation.replace('/', '_')}.log"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'worker'}",
+            "OMP_NUM_THREADS": "1",
+            "TMD_AGENT_PID": str(os.getpid()),
+            "TMD_CONTROL_FD": str(theirs.fileno()),
+            "RANK": str(spec.rank if spec.rank is not None else -1),
+            "LOCAL_RANK": str(spec.local_rank),
+            "WORLD_SIZE": str(spec.world_size),
+            **self._environment,
+        }
+        standby = ("--standby",) if spec.rank is None else ()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tmd_worker.boot", *standby, str(SCRIPT), str(self.folder), *self._arguments],
+                env=environment,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        theirs.close()
+        started = RankProcess(spec, process, ours, FrameReader(FROM_RANK), log)
+        self._started.append(started)
+        self._selector.register(ours, selectors.EVENT_READ, (node, started))
+        assert node.welcome is not None
+        welcome = RankWelcome(
+            job_id=JOB,
+            incarnation=spec.incarnation,
+            node=node.name,
+            host="127.0.0.1",
+            rank=spec.rank,
+            local_rank=spec.local_rank,
+            world_size=spec.world_size,
+            nproc_per_node=self._per_node,
+            job_key=node.welcome.job_key,
+            hold_limit_s=node.welcome.hold_limit_s,
+            heartbeat_s=node.welcome.heartbeat_s,
+        )
+        self._send(started, welcome)
+        return started
+
+    def _send(self, process: RankProcess, message: ToRank) -> None:
+        with contextlib.suppress(OSError):
+            process.sock.sendall(frame(TO_RANK.encode(message)))

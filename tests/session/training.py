@@ -1,0 +1,115 @@
+"""A training script for the tests: small, with everything in it that must come through a migration bit by bit.
+
+Arguments: folder, steps, then names of variants (see `build`). Writes loss-<rank>-<pid>.jsonl, and digest-<rank>.txt at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.session.autograd_faults import fault_in_backward
+from tmd_worker import Session, faults
+
+FEATURES = 24
+
+
+class Batches:
+    """Batches that depend on rank and position alone."""
+
+    def __call__(self, position: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(100_003 * rank + position)
+        return torch.randn(8, FEATURES, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+class Net(nn.Module):
+    def __init__(self, variants: set[str]) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 48)
+        self.norm = nn.BatchNorm1d(48) if "batchnorm" in variants else nn.Identity()
+        self.drop = nn.Dropout(0.1)
+        self.middle = nn.Linear(48, 48)
+        self.last = nn.Linear(48, 4)
+        self.unused = nn.Linear(4, 4) if "unused" in variants else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        faults.point("forward")
+        x = fault_in_backward(self.drop(torch.relu(self.norm(self.first(x)))))
+        return self.last(self.drop(torch.relu(self.middle(x))))
+
+
+class Averaged:
+    """An exponential moving average that the user keeps by hand, updated after the `with` block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.values[name].mul_(0.9).add_(parameter, alpha=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            self.values[name].copy_(value)
+
+
+def train(session: Session, folder: Path, total: int, variants: set[str]) -> None:
+    torch.manual_seed(7)
+    net = Net(variants)
+    model = DistributedDataParallel(
+        net,
+        bucket_cap_mb=0.005,
+        find_unused_parameters="unused" in variants,
+        static_graph="static" in variants,
+        gradient_as_bucket_view="views" in variants,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused="fused" in variants)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+    averaged = Averaged(net)
+    scaler = torch.amp.GradScaler("cpu", enabled="scaler" in variants, init_scale=2.0**30 if "scaler" in variants else 1.0)
+    session.track(model=model, optimizer=optimizer, schedule=schedule, averaged=averaged, scaler=scaler, data=Batches())
+    torch.manual_seed(1000 + session.rank)
+    accumulate = 3 if "accumulate" in variants else 1
+    for step in session.steps(total):
+        with step:
+            optimizer.zero_grad(set_to_none="static" not in variants)
+            loss = torch.zeros(())
+            for micro in range(accumulate):
+                x, y = step.batch if micro == 0 else step.next_batch()
+                part = (model(x) - y).pow(2).mean() / accumulate
+                scaler.scale(part).backward()
+                loss = loss + part.detach()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        schedule.step()
+        averaged.update(net)
+        if "noisy_tail" in variants:
+            torch.rand(1)
+        if step.committed:
+            write_loss(folder, session.rank, step.index, loss)
+    digest = session.digest()
+    (folder / f"digest-{session.rank}.txt").write_text(json.dumps(digest, sort_keys=True))
+
+
+def write_loss(folder: Path, rank: int, step: int, loss: torch.Tensor) -> None:
+    with (folder / f"loss-{rank}-{os.getpid()}.jsonl").open("a") as out:
+        out.write(json.dumps({"rank": rank, "step": step, "loss": float(loss).hex()}) + "\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    directory, steps, *names = sys.argv[1:]
+    Session.run(lambda session: train(session, Path(directory), int(steps), set(names)))

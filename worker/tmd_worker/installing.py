@@ -1,0 +1,201 @@
+"""What the core wants done in the background: links opened or staged, a role's state fetched, and the words back.
+
+Contract: each task is a thread of its own that ends with exactly one event to the core; it gives up when its epoch is
+poisoned or its plan dropped. A joiner's main thread holds at its boundary meanwhile, so nobody else touches the state.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+from tmd.protocol.membership import Install, Membership, Plan
+from tmd.protocol.rank import RecordOrigin
+from tmd_worker import faults
+from tmd_worker.records import RecordReply, RecordShelf
+from tmd_worker.runtime import Runtime
+from tmd_worker.serving import FLIPPED, STATE_TIMEOUT_S, WAITING
+from tmd_worker.state.errors import StateError, TransferBroken
+from tmd_worker.state.handoff import receive_record, receive_state
+from tmd_worker.state.tracked import Tracked
+from tmd_worker.threads import start_thread
+from tmd_worker.transport.fabric import Fabric, LinkError
+from tmd_worker.transport.wire import Kind
+
+#: How long the links of an epoch or plan may take to open; below the daemon's install_timeout_s.
+LINKS_TIMEOUT_S = 25.0
+CONNECT_TIMEOUT_S = 10.0
+
+
+class Installer:
+    """Starts the tasks. `on_role` is told a new role before its state is loaded."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        fabric: Fabric,
+        tracked: Tracked,
+        own: RecordShelf,
+        inherited: RecordShelf,
+        on_role: Callable[[int], None],
+    ) -> None:
+        self._runtime = runtime
+        self._fabric = fabric
+        self._tracked = tracked
+        self._own = own
+        self._inherited = inherited
+        self._on_role = on_role
+        self._subscription: tuple[int, socket.socket] | None = None
+
+    # ---------------------------------------------------------------- links
+
+    def open(self, membership: Membership, rank: int) -> None:
+        start_thread(f"open-{membership.epoch}", lambda: self._open(membership, rank))
+
+    def stage(self, plan: Plan, rank: int) -> None:
+        start_thread(f"stage-{plan.plan_id}", lambda: self._stage(plan, rank))
+
+    def _open(self, membership: Membership, rank: int) -> None:
+        core, epoch = self._runtime.core, membership.epoch
+        try:
+            opened = self._fabric.open(membership, rank, LINKS_TIMEOUT_S)
+            if epoch > 0:
+                self._hand_record_to_buddy(epoch)
+        except LinkError as error:
+            self._runtime.tell(core.links_failed, epoch, str(error))
+        else:
+            self._runtime.tell(core.links_ready, epoch, opened)
+
+    def _hand_record_to_buddy(self, epoch: int) -> None:
+        """The buddy may be new: it gets the record of the last step before anyone may go on. Raises LinkError."""
+        reply = self._await_own_record(epoch)
+        self._fabric.buddy.send(Kind.RECORD, reply.step, reply.record, epoch=epoch)
+        self._fabric.buddy.send(Kind.TAIL, reply.step, reply.tail or b"", epoch=epoch)
+
+    def _await_own_record(self, epoch: int) -> RecordReply:
+        core = self._runtime.core
+        deadline_s = time.monotonic() + self._runtime.welcome.hold_limit_s
+        with self._runtime.changed:
+            while True:
+                reply = self._own.reply(core.next_step - 1)
+                if core.poisoned_epoch >= epoch:
+                    raise LinkError(f"epoch {epoch} was called off")
+                if core.has_state and reply is not None and reply.tail is not None:
+                    return reply
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise LinkError(f"rank {core.rank} did not come to the end of its step")
+                self._runtime.changed.wait(left_s)
+
+    def _stage(self, plan: Plan, rank: int) -> None:
+        core = self._runtime.core
+        try:
+            opened = self._fabric.stage(plan, rank, LINKS_TIMEOUT_S)
+        except LinkError as error:
+            self._runtime.tell(core.stage_failed, plan.plan_id, str(error))
+        else:
+            faults.point("staged")
+            self._runtime.tell(core.staged, plan.plan_id, opened)
+
+    # ---------------------------------------------------------------- state, unplanned
+
+    def fetch_from_survivors(self, install: Install, rank: int) -> None:
+        start_thread(f"fetch-{install.membership.epoch}", lambda: self._fetch_from_survivors(install, rank))
+
+    def _fetch_from_survivors(self, install: Install, rank: int) -> None:
+        core, epoch, step = self._runtime.core, install.membership.epoch, install.target_step
+        faults.point("state.loading")
+        try:
+            self._take_tracked_role(rank)
+            origin = self._load_from_survivors(install, rank)
+        except (StateError, OSError) as error:
+            self._runtime.tell(core.state_failed, epoch, f"{error}")
+            return
+        faults.point("state.loaded")
+        self._keep_own_record(epoch, step)
+        self._runtime.tell(core.state_loaded, epoch, step, origin)
+
+    def _load_from_survivors(self, install: Install, rank: int) -> RecordOrigin:
+        source, members = install.joining[rank], install.membership.members
+        step, epoch = install.target_step, install.membership.epoch
+        if source.replica_rank is None:
+            raise TransferBroken(f"nobody holds the state of rank {rank}")
+        fields = {"rank": rank, "step": step, "epoch": epoch}
+        with self._fabric.connect(members[source.replica_rank], "state", fields, CONNECT_TIMEOUT_S) as sock:
+            manifest = receive_state(sock, self._tracked, STATE_TIMEOUT_S, per_rank=False)
+        if manifest.step != step:
+            raise TransferBroken(f"rank {source.replica_rank} sent its state before step {manifest.step}, expected {step}")
+        record = tail = None
+        if source.record_rank is not None:
+            with self._fabric.connect(members[source.record_rank], "record", fields, CONNECT_TIMEOUT_S) as sock:
+                record, tail = receive_record(sock, step - 1, STATE_TIMEOUT_S)
+        return self._tracked.adopt_record(record, tail, manifest)
+
+    # ---------------------------------------------------------------- state, planned
+
+    def fetch_from_leaver(self, plan: Plan, rank: int) -> None:
+        start_thread(f"subscribe-{plan.plan_id}", lambda: self._fetch_from_leaver(plan, rank))
+
+    def drop(self, plan_id: int) -> None:
+        """The plan is off: its subscription ends."""
+        if self._subscription is not None and self._subscription[0] == plan_id:
+            _hang_up(self._subscription[1])
+            self._subscription = None
+
+    def _fetch_from_leaver(self, plan: Plan, rank: int) -> None:
+        core, epoch = self._runtime.core, plan.successor.epoch
+        try:
+            self._take_tracked_role(rank)
+            step = self._load_from_leaver(plan, rank)
+        except (StateError, OSError) as error:
+            self._runtime.tell(core.state_failed, epoch, f"{error}")
+            return
+        faults.point("state.loaded")
+        self._keep_own_record(epoch, step)
+        self._runtime.tell(core.state_loaded, epoch, step, "exact")
+
+    def _load_from_leaver(self, plan: Plan, rank: int) -> int:
+        """Waits for the flip, then takes the leaver's whole state and its ward's record. Returns the step to run first."""
+        leaver = plan.sources.get(rank)
+        if leaver is None:
+            raise TransferBroken(f"plan {plan.plan_id} does not say where rank {rank} listens")
+        with self._fabric.connect(leaver, "leaver", {"plan": plan.plan_id}, CONNECT_TIMEOUT_S) as sock:
+            with self._runtime.changed:
+                self._subscription = (plan.plan_id, sock)
+            self._await_flip(sock, plan)
+            faults.point("state.loading")
+            manifest = receive_state(sock, self._tracked, STATE_TIMEOUT_S, per_rank=True)
+            record, tail = receive_record(sock, manifest.step - 1, STATE_TIMEOUT_S)
+        if record is not None:
+            self._inherited.put(plan.successor.epoch, manifest.step - 1, record)
+            if tail is not None:
+                self._inherited.put_tail(manifest.step - 1, tail)
+        return manifest.step
+
+    def _await_flip(self, sock: socket.socket, plan: Plan) -> None:
+        """The leaver sends WAITING every second until it has flipped."""
+        word = WAITING
+        while word == WAITING:
+            word = sock.recv(1)
+        if word != FLIPPED:
+            raise TransferBroken(f"the leaver called plan {plan.plan_id} off before its flip")
+
+    # ---------------------------------------------------------------- the role
+
+    def _take_tracked_role(self, rank: int) -> None:
+        self._tracked.set_role(rank, self._runtime.welcome.world_size)
+        self._on_role(rank)
+
+    def _keep_own_record(self, epoch: int, step: int) -> None:
+        record = self._tracked.record(step - 1)
+        with self._runtime.changed:
+            self._own.put(epoch, step - 1, record)
+            self._own.put_tail(step - 1, b"")
+
+
+def _hang_up(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # closed already
