@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from tmd.core.settings import CoreSettings
+from tmd.nodes.local_state import LocalSettings
 
 #: Where the packaged service puts the socket.
 SYSTEM_SOCKET = Path("/run/tmd/tmd.sock")
@@ -53,6 +54,7 @@ class DaemonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     daemon: DaemonSettings = DaemonSettings()
     core: CoreSettings = CoreSettings()
+    local: LocalSettings = LocalSettings()
 
     @property
     def state_dir(self) -> Path:
@@ -119,7 +121,9 @@ def load(
         return kind(**values)
 
     config = Config(
-        daemon=section(DaemonSettings, "daemon", daemon_overrides), core=section(CoreSettings, "core", core_overrides)
+        daemon=section(DaemonSettings, "daemon", daemon_overrides),
+        core=section(CoreSettings, "core", core_overrides),
+        local=section(LocalSettings, "local", None),
     )
     errors += [f"{file}: {key}: unknown section{_nearest(key, typing.get_type_hints(Config))}" for key in tables]
     errors += _contradictions(config)
@@ -206,6 +210,11 @@ def _contradictions(config: Config) -> list[str]:
             split_address(config.daemon.listen)
         except ValueError as error:
             found.append(f"daemon.listen: {error}")
+    if config.daemon.resource_manager == "local":
+        try:
+            config.local.expand()
+        except ValueError as error:
+            found.append(str(error))
     if len(os.fsencode(config.socket)) > SOCKET_PATH_LIMIT_BYTES:
         found.append(f"daemon.socket: expected a path of at most {SOCKET_PATH_LIMIT_BYTES} bytes, got {config.socket}")
     return found

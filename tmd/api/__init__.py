@@ -15,11 +15,11 @@ Times are seconds since the Unix epoch. The views are those of `tmd.core.views`,
     GET  /v1/migrations[?job=ID][&limit=100]  {"migrations": [MigrationView]}, newest first
     GET  /v1/migrations/ID[?wait=SECONDS] MigrationView; with `wait` (at most 60) answers when it has ended or the time is up
     GET  /v1/story/ID[?limit=1000]        {"subject": ID, "events": [EventRecord]}, oldest first, with the causes that led to them
-    POST /v1/migrations                   {"job", "node" | "rank", "to_node"?, "dry_run"?} -> {"migration_id", "migration": MigrationView},
-                                          with dry_run {"explanation": text}
+    POST /v1/migrations                   {"job", "node" | "rank", "to_node"?, "dry_run"?} -> with dry_run {"explanation": text},
+                                          else {"migration_id", "migration": MigrationView}
     POST /v1/migrations/ID/abort          MigrationView
     POST /v1/jobs/ID/cancel               JobView
-    POST /v1/jobs/ID/token                {"token"}: for agents of this job that come over TCP; for a job that is not there yet, too
+    POST /v1/jobs/ID/token                {"token"}: for agents of this job over TCP; also before the job exists
     POST /v1/nodes/NODE/drain             {"reason"} -> {"node", "state"}; operators only
     POST /v1/nodes/NODE/resume            {"node", "state"}; operators only
     POST /v1/pause, /v1/unpause           {"paused": bool}; operators only

@@ -23,7 +23,7 @@ from sqlalchemy import Connection, Table, delete, select, tuple_, update
 from tmd.core.instructions import Persist, ReleaseNode
 from tmd.ledger import revisions, schema
 from tmd.ledger.engine import Database, connect, parse_url
-from tmd.ledger.reading import LedgerReader
+from tmd.ledger.reading import JOB_ENDED, LedgerReader
 from tmd.ledger.rows import to_row, upsert
 
 _Result = TypeVar("_Result")
@@ -132,12 +132,13 @@ class Ledger(LedgerReader):
 
         await self._commit(work)
 
-    async def forget_store(self, job_id: str) -> None:
-        """The job has ended: nobody will ask again."""
+    async def forget_ended_stores(self) -> None:
+        """Of jobs that have ended nobody will ask again."""
+        ended = select(schema.jobs.c.job_id).where(schema.jobs.c.state.in_(JOB_ENDED))
 
         def work(connection: Connection) -> None:
             for table in (schema.store, schema.store_replies):
-                connection.execute(delete(table).where(table.c.job_id == job_id))
+                connection.execute(delete(table).where(table.c.job_id.in_(ended)))
 
         await self._commit(work)
 

@@ -1,0 +1,132 @@
+"""Who may speak for which job.
+
+Over the unix socket the kernel says who is there; over TCP a token does: `uid.mac`, made by this daemon for one job and one
+owner. The first agent of a job makes its user the job's owner; after that only the owner, root and the daemon's own user may
+bring agents. The job key is made here, kept in the ledger, and handed only to an agent that was admitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from tmd.core.records import JobRecord
+from tmd.protocol.agent import AgentHello
+
+#: Names that go into file names, log lines and table keys.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
+JOB_KEY_BYTES = 32
+NODES_LIMIT, PROCESSES_LIMIT = 100_000, 1024
+
+
+class NotAdmitted(PermissionError):
+    """The agent may not speak for this job; the text is for the agent's user."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admission:
+    #: The proven user.
+    uid: int
+    job_key: bytes
+
+
+class Tokens:
+    """Proofs of a job's owner for agents that come over TCP."""
+
+    def __init__(self, state_dir: Path) -> None:
+        """Raises OSError if the secret can be neither read nor made."""
+        self._directory = state_dir / "tokens"
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._secret = _secret(state_dir / "secret")
+
+    def token(self, job_id: str, uid: int) -> str:
+        mac = hmac.new(self._secret, f"{job_id}\0{uid}".encode(), hashlib.sha256)
+        return f"{uid}.{mac.hexdigest()}"
+
+    def owner(self, job_id: str, token: str) -> int | None:
+        """The uid that this token was made for, None if it was not made here for this job."""
+        uid, _, _ = token.partition(".")
+        if not uid.isdigit() or not token.isascii() or len(token) > 100:
+            return None
+        return int(uid) if hmac.compare_digest(self.token(job_id, int(uid)), token) else None
+
+    def write_file(self, job_id: str, uid: int) -> None:
+        """Leaves the token in tokens/JOB, where root can take it from. Raises OSError."""
+        _write_private(self._directory / job_id, self.token(job_id, uid).encode())
+
+    def remove_file(self, job_id: str) -> None:
+        (self._directory / job_id).unlink(missing_ok=True)
+
+
+class Admissions:
+    """Admits agents. `job` looks up what the core knows, whether it has ended or not."""
+
+    def __init__(self, tokens: Tokens, job: Callable[[str], JobRecord | None]) -> None:
+        self._tokens = tokens
+        self._job = job
+        #: Jobs whose first hello the core has not seen yet.
+        self._new: dict[str, Admission] = {}
+
+    def admit(self, hello: AgentHello, peer_uid: int | None) -> Admission:
+        """`peer_uid` None: not a unix socket. Raises NotAdmitted."""
+        _check_names(hello)
+        uid = peer_uid if peer_uid is not None else self._tokens.owner(hello.job_id, hello.token)
+        if uid is None:
+            what = "its token is not for this job" if hello.token else "it has no token"
+            raise NotAdmitted(
+                f"an agent of job {hello.job_id} came over TCP and {what}: on the head node, as the job's owner, ask for one "
+                f"(POST /v1/jobs/{hello.job_id}/token) and give its file to tmd-run"
+            )
+        record = self._job(hello.job_id)
+        known = Admission(record.owner_uid, record.job_key) if record is not None else self._new.get(hello.job_id)
+        if known is None:
+            known = self._new[hello.job_id] = Admission(uid, secrets.token_bytes(JOB_KEY_BYTES))
+        if uid not in (known.uid, 0, os.geteuid()):
+            raise NotAdmitted(
+                f"job {hello.job_id} belongs to uid {known.uid}, this agent runs as uid {uid}: start it as the job's owner, or "
+                "choose another job id"
+            )
+        return Admission(uid, known.job_key)
+
+    def settled(self, job_id: str) -> None:
+        """The core has seen the first hello: from here its record counts, or there is no such job."""
+        self._new.pop(job_id, None)
+
+
+def _check_names(hello: AgentHello) -> None:
+    for what, name in (("job id", hello.job_id), ("node", hello.node), ("agent id", hello.agent_id)):
+        check_name(what, name)
+    for what, number, limit in (("nnodes", hello.nnodes, NODES_LIMIT), ("nproc_per_node", hello.nproc_per_node, PROCESSES_LIMIT)):
+        if not 1 <= number <= limit:
+            raise NotAdmitted(f"{what} is {number}: expected 1 to {limit}")
+
+
+def check_name(what: str, name: str) -> None:
+    """Raises NotAdmitted."""
+    if not _NAME.fullmatch(name):
+        raise NotAdmitted(
+            f"{what} {name[:130]!r}: expected letters, digits and ._:@+- only, at most 128, a letter or digit first"
+        )
+
+
+def _secret(path: Path) -> bytes:
+    if not path.exists():
+        _write_private(path, secrets.token_bytes(32))
+    return path.read_bytes()
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """As a whole or not at all, readable by this user alone."""
+    fresh = path.with_name(f".{path.name}.new")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
