@@ -134,7 +134,7 @@ class DirectedNode:
         before = self._welcome
         if before is not None and self._members and before.job_key != welcome.job_key:
             self._say(
-                "the daemon has another key for this job than the running ranks: its ledger was lost or replaced. The ranks go on "
+                "the daemon has another key for this job than the running ranks: its ledger was lost or replaced. They go on "
                 "but none can be replaced: bring the old ledger back, or end the job and submit it again"
             )
             return

@@ -37,7 +37,8 @@ from tmd_worker.agent.settings import (
 
 #: Where rank 0's store listens if nobody says otherwise, as in torchrun.
 DEFAULT_MASTER_PORT = 29500
-EXIT_THREAD = 71
+#: The agent itself is broken (EX_SOFTWARE).
+EXIT_BROKEN = 70
 
 EXAMPLES = """
 \b
@@ -245,10 +246,11 @@ def _run(settings: DirectedSettings | PlainSettings, *, max_restarts: int) -> in
     say = _sayer(settings, pump)
     if max_restarts:
         say("--max-restarts has no effect: with a daemon a standby replaces a lost rank; all together are never restarted")
+    node = directed.run(settings, pump, say) if isinstance(settings, DirectedSettings) else plain.run(settings, pump, say)
     try:
-        if isinstance(settings, DirectedSettings):
-            return asyncio.run(directed.run(settings, pump, say))
-        return asyncio.run(plain.run(settings, pump, say))
+        with asyncio.Runner() as runner:
+            runner.get_loop().set_exception_handler(_callback_failed)
+            return runner.run(node)
     finally:
         pump.close()
 
@@ -259,10 +261,21 @@ def _sayer(settings: DirectedSettings | PlainSettings, pump: LogPump) -> Callabl
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Without its threads the agent would be blind or mute: it ends, the kernel takes the ranks along, the daemon recovers."""
-    trace = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
-    os.write(2, f"tmd-run: a thread of the agent failed, so it ends with its ranks\n{trace}".encode(errors="replace"))
-    os._exit(EXIT_THREAD)
+    if failure.exc_value is not None:
+        _fail(failure.exc_value)
+
+
+def _callback_failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    if "handle" in context and context.get("exception") is not None:
+        _fail(context["exception"])
+    loop.default_exception_handler(context)
+
+
+def _fail(error: BaseException) -> None:
+    """A broken agent would be blind or mute, so it ends; the kernel takes the ranks along, and the daemon recovers."""
+    trace = "".join(traceback.format_exception(error))
+    os.write(2, f"tmd-run: a part of the agent failed, so it ends with its ranks\n{trace}".encode(errors="replace"))
+    os._exit(EXIT_BROKEN)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 
-from tmd.protocol.agent import StoreReply, StoreRequest
+from tmd.protocol.agent import StoreReply
 from tmd.protocol.codec import FROM_RANK, TO_RANK, FrameReader, MessageRefused, frame
 from tmd.protocol.control import FromRank, PeerExiting, RankOrder, RankUpdate, RankWelcome
 from tmd.protocol.rank import Directive
@@ -118,10 +118,9 @@ class RankChannel:
     def _readable(self) -> None:
         if self._window_end is None:
             self._window_end = self._loop.call_later(WINDOW_S, self._next_window)
-        if not self._read():
-            self._loop.remove_reader(self._socket)
-        elif self._window_count > MESSAGES_PER_WINDOW:
-            self._loop.remove_reader(self._socket)  # until the next window
+        more = self._read()
+        if not self._closed and (not more or self._window_count > MESSAGES_PER_WINDOW):
+            self._loop.remove_reader(self._socket)  # for good, or until the next window
 
     def _next_window(self) -> None:
         self._window_end = None
@@ -146,6 +145,8 @@ class RankChannel:
             return False
         self._window_count += len(messages)
         for message in messages:
+            if self._closed:
+                break
             if _speaker(message) != self._incarnation:
                 self._bad(f"spoke in the name of incarnation {_speaker(message)!r}")
                 return False
@@ -154,7 +155,6 @@ class RankChannel:
 
     def read_rest(self) -> None:
         """What a dying rank has sent and nobody has read yet: its last status says whether it ends orderly."""
-        self._socket.setblocking(False)
         while not self._closed and self._pending() and self._read():
             pass
 
@@ -181,6 +181,3 @@ class RankChannel:
 
 def _speaker(message: FromRank) -> str:
     return message.status.incarnation if isinstance(message, RankUpdate) else message.incarnation
-
-
-__all__ = ["RankChannel", "StoreRequest"]
