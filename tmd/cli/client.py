@@ -18,7 +18,7 @@ from typing import Any
 #: Exit codes of tmctl.
 EXIT_REFUSED = 1
 EXIT_UNREACHABLE = 2
-#: Answers come at once, except those that were asked to wait.
+#: Answers come at once; killing a node and waiting for one that is given back may take some seconds.
 TIMEOUT_S = 30.0
 
 
@@ -53,16 +53,16 @@ class Client:
         self.path = Path(path)
         self._timeout_s = timeout_s
 
-    def get(self, target: str, *, wait_s: float = 0.0) -> Any:
-        """`wait_s`: how much longer than usual the answer may take. Raises ClientError."""
-        return self._ask("GET", target, None, wait_s)
+    def get(self, target: str) -> Any:
+        """Raises ClientError."""
+        return self._ask("GET", target, None)
 
     def post(self, target: str, body: Any = None) -> Any:
         """Raises ClientError."""
-        return self._ask("POST", target, {} if body is None else body, 0.0)
+        return self._ask("POST", target, {} if body is None else body)
 
-    def _ask(self, method: str, target: str, body: Any, wait_s: float) -> Any:
-        connection = _UnixConnection(self.path, self._timeout_s + wait_s)
+    def _ask(self, method: str, target: str, body: Any) -> Any:
+        connection = _UnixConnection(self.path, self._timeout_s)
         try:
             data = None if body is None else json.dumps(body)
             connection.request(method, target, data, {"Content-Type": "application/json"} if data else {})

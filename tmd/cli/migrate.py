@@ -131,27 +131,31 @@ def _until_ended(tmctl: Tmctl, migration_id: str) -> dict[str, Any]:
         except ClientError as error:
             if error.status or time.monotonic() - heard > PATIENCE_S:
                 raise
-            _tell(told, f"the daemon is away, {migration_id} goes on meanwhile")
+            _tell(told, "away", f"the daemon is away, {migration_id} goes on meanwhile")
             time.sleep(POLL_S)
             continue
-        for line in _progress(view):
-            _tell(told, line)
+        for news, line in _progress(view):
+            _tell(told, news, line)
         if view["record"]["state"] in ENDED:
             return view
         time.sleep(POLL_S)
 
 
-def _progress(view: dict[str, Any]) -> list[str]:
-    """Every line that can be said now; those that were said are left out by the caller."""
+def _progress(view: dict[str, Any]) -> list[tuple[str, str]]:
+    """All that can be said now, each with what makes it news: phases that have passed, and where the migration stands."""
     record = view["record"]
-    lines = [f"  {phase:<10}  {record['phases_s'][phase] * 1000:8.1f} ms" for phase in PHASES if phase in record["phases_s"]]
-    if record["state"] not in ENDED:
+    ended = record["state"] in ENDED
+    timed = [phase for phase in PHASES if phase in record["phases_s"]]
+    passed = timed if ended else timed[:-1]
+    lines = [(phase, f"  {phase:<10}  {record['phases_s'][phase] * 1000:8.1f} ms") for phase in passed]
+    if not ended:
         places = f"{','.join(record['from_nodes']) or NOTHING} → {','.join(record['to_nodes']) or NOTHING}"
-        lines.append(f"{record['migration_id']} {record['state']} ({places}): {view['sentence'] or record['reason']}")
+        line = f"{record['migration_id']} {record['state']} ({places}): {view['sentence'] or record['reason']}"
+        lines.append((line, line))
     return lines
 
 
-def _tell(told: set[str], line: str) -> None:
-    if line not in told:
-        told.add(line)
+def _tell(told: set[str], news: str, line: str) -> None:
+    if news not in told:
+        told.add(news)
         click.echo(line, err=True)

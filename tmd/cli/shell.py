@@ -16,15 +16,6 @@ from tmd.cli.client import Client, ClientError
 from tmd.cli.output import show_json
 
 _Command = Callable[..., None]
-_Names = Callable[[Any], list[str]]
-#: Where the names of things can be looked up, by what an address begins with.
-_LISTS: dict[str, tuple[str, _Names]] = {
-    "/v1/migrations/": ("/v1/migrations", lambda answer: [view["record"]["migration_id"] for view in answer["migrations"]]),
-    "/v1/migrations": ("/v1/jobs", lambda answer: [view["record"]["job_id"] for view in answer["jobs"]]),
-    "/v1/jobs": ("/v1/jobs", lambda answer: [view["record"]["job_id"] for view in answer["jobs"]]),
-    "/v1/nodes": ("/v1/nodes", lambda answer: [node["name"] for node in answer["nodes"]]),
-}
-_NAMES_SHOWN = 12
 #: The daemon's exit codes are explained once, in the help of every command.
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the daemon refused, or what was waited for failed; 2 wrong usage, or no daemon; 130 stopped waiting."
@@ -38,35 +29,17 @@ class Tmctl:
     client: Client
     as_json: bool = False
 
-    def get(self, target: str, *, wait_s: float = 0.0) -> Any:
-        """Raises ClientError, which names what there is if the one asked for is not."""
-        return self._naming(target, lambda: self.client.get(target, wait_s=wait_s))
+    def get(self, target: str) -> Any:
+        """Raises ClientError."""
+        return self.client.get(target)
 
     def post(self, target: str, body: Any = None) -> Any:
-        return self._naming(target, lambda: self.client.post(target, body))
+        """Raises ClientError."""
+        return self.client.post(target, body)
 
     def answer(self, value: Any, show: Callable[[Any], None]) -> None:
         """JSON for programs, `show` for people."""
         show_json(value) if self.as_json else show(value)
-
-    def _naming(self, target: str, ask: Callable[[], Any]) -> Any:
-        try:
-            return ask()
-        except ClientError as error:
-            names = self._known(target) if error.status == 404 else None
-            if names is None or "known" in str(error):
-                raise
-            shown = ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
-            raise ClientError(f"{error}; known: {shown or 'none'}", error.remedy, status=error.status) from None
-
-    def _known(self, target: str) -> list[str] | None:
-        for start, (address, names) in _LISTS.items():
-            if target.startswith(start):
-                try:
-                    return names(self.client.get(address))
-                except ClientError:
-                    return None
-        return None
 
 
 def command(function: _Command) -> _Command:

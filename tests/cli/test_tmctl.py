@@ -1,0 +1,372 @@
+"""tmctl says what the daemon says, in tables or as JSON, and never shows a traceback for a user's mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.cli.conftest import Tmctl
+from tests.cli.fake_daemon import (
+    DONE,
+    JOB,
+    NODES,
+    STANDBY,
+    STATUS,
+    FakeDaemon,
+    event,
+    migration_view,
+    plain,
+)
+from tmd.cli.main import main
+
+LOCAL_JOB = {
+    "job_id": "local-1",
+    "nnodes": 1,
+    "standby": 1,
+    "nproc_per_node": 1,
+    "command": ["train.py"],
+    "created_s": 1000.0,
+    "agents": [
+        {
+            "node": "n1",
+            "life": 1,
+            "pid": 12,
+            "exit_code": None,
+            "running": True,
+            "log": "/logs/n1.log",
+            "started_s": 1.0,
+            "ended_s": None,
+        }
+    ],
+}
+
+
+def fine(result: Result) -> str:
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+LOOKS: list[tuple[list[str], str, Any, list[str]]] = [
+    (["status"], "GET /v1/status", STATUS, ["up 2 h 0 min", "local-1", "waiting for n5", "median 1.80 ms", "1 running"]),
+    (["jobs"], "GET /v1/jobs", {"jobs": [plain(JOB)]}, ["local-1", "1/1", "normal step (ms)", "151", "m1"]),
+    (["jobs"], "GET /v1/jobs", {"jobs": []}, ["no jobs"]),
+    (
+        ["job", "show", "local-1"],
+        "GET /v1/jobs/local-1",
+        plain(JOB),
+        ["train.py --steps 60", "local-1.2", "4711", "in step 41", "fan"],
+    ),
+    (["nodes"], "GET /v1/nodes", NODES, ["ALLOCATED+DRAIN", "rack=r1 zone=z1", "rank 1 moves to n5", "IDLE"]),
+    (["standby"], "GET /v1/standbys", {"standbys": [plain(STANDBY)]}, ["local-1.5", "ready", "n5"]),
+    (
+        ["migrations"],
+        "GET /v1/migrations?limit=100",
+        {"migrations": [plain(migration_view(**DONE))]},
+        ["first_step (ms)", "310", "downtime (ms)", "61.2", "lost time (ms)", "510"],
+    ),
+    (
+        ["migrations", "--job", "local-1", "--limit", "3"],
+        "GET /v1/migrations?limit=3&job=local-1",
+        {"migrations": []},
+        ["no migrations"],
+    ),
+    (
+        ["migration", "show", "m1"],
+        "GET /v1/migrations/m1",
+        plain(migration_view(**DONE)),
+        ["rank 1: local-1.2 → local-1.5", "n2 → n5", "drain of n2: fan", "copy (ms)", "52.0"],
+    ),
+    (["local", "job", "local-1"], "GET /v1/local/jobs/local-1", LOCAL_JOB, ["1 nodes and 1 standby", "/logs/n1.log", "running"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "line", "answer", "shown"), LOOKS)
+def test_a_look_shows_what_matters_and_json_is_the_api(
+    daemon: FakeDaemon, tmctl: Tmctl, arguments: list[str], line: str, answer: Any, shown: list[str]
+) -> None:
+    daemon.answers[line] = answer
+    output = fine(tmctl(*arguments))
+    for text in shown:
+        assert text in output
+    assert json.loads(fine(tmctl(*arguments, "--json"))) == answer
+    assert [asked for asked, _ in daemon.asked] == [line, line]
+
+
+ACTS: list[tuple[list[str], str, Any, Any, str]] = [
+    (["drain", "n2", "--reason", "fan"], "POST /v1/nodes/n2/drain", {"reason": "fan"},
+     {"node": "n2", "state": "draining"}, "draining"),
+    (["resume", "n2"], "POST /v1/nodes/n2/resume", {}, {"node": "n2", "state": "up"}, "node n2 is up"),
+    (["pause"], "POST /v1/pause", {}, {"paused": True}, "tmctl unpause"),
+    (["unpause"], "POST /v1/unpause", {}, {"paused": False}, "active"),
+    (["job", "cancel", "local-1"], "POST /v1/jobs/local-1/cancel", {}, plain(JOB), "job local-1 is running"),
+    (["job", "token", "local-1"], "POST /v1/jobs/local-1/token", {}, {"token": "abc"}, "abc"),
+    (["migration", "abort", "m1"], "POST /v1/migrations/m1/abort", {}, plain(migration_view("aborted")), "m1 is aborted"),
+    (
+        ["migrate", "local-1", "--node", "n2", "--to", "n5"],
+        "POST /v1/migrations",
+        {"job": "local-1", "node": "n2", "to_node": "n5", "dry_run": False},
+        {"migration_id": "m1", "migration": plain(migration_view("queued"))},
+        "tmctl migration show m1 --wait",
+    ),
+    (
+        ["migrate", "local-1", "--rank", "1", "--dry-run"],
+        "POST /v1/migrations",
+        {"job": "local-1", "rank": 1, "dry_run": True},
+        {"explanation": "rank 1 would move from n2 to n5"},
+        "rank 1 would move from n2 to n5",
+    ),
+    (["local", "kill", "n2"], "POST /v1/local/nodes/n2/kill", {}, {"node": "n2", "state": "ALLOCATED"}, "lost power"),
+    (["local", "down", "n2", "--reason", "smoke"], "POST /v1/local/nodes/n2/down", {"reason": "smoke"},
+     {"node": "n2", "state": "DOWN"}, "DOWN"),
+    (["local", "freeze", "n2"], "POST /v1/local/nodes/n2/freeze", {}, {"node": "n2", "state": "ALLOCATED"}, "frozen"),
+    (["local", "thaw", "n2"], "POST /v1/local/nodes/n2/thaw", {}, {"node": "n2", "state": "ALLOCATED"}, "goes on"),
+    (["local", "up", "n2"], "POST /v1/local/nodes/n2/up", {}, {"node": "n2", "state": "IDLE"}, "is back"),
+    (["local", "cancel", "local-1"], "POST /v1/local/jobs/local-1/cancel", {}, LOCAL_JOB, "local-1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "line", "body", "answer", "shown"), ACTS)
+def test_an_act_asks_for_what_was_said(
+    daemon: FakeDaemon, tmctl: Tmctl, arguments: list[str], line: str, body: Any, answer: Any, shown: str
+) -> None:
+    daemon.answers[line] = answer
+    assert shown in fine(tmctl(*arguments))
+    assert daemon.asked == [(line, body)]
+    assert json.loads(fine(tmctl(*arguments, "--json"))) == answer
+
+
+def test_names_are_quoted_on_the_way(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    tmctl("job", "show", "a/b?c")
+    assert daemon.asked[0][0] == "GET /v1/jobs/a%2Fb%3Fc"
+
+
+def test_plain_output_is_neither_cut_nor_wrapped(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    sentence = "waiting " * 60
+    daemon.answers["GET /v1/jobs"] = {"jobs": [plain(JOB) | {"sentence": sentence.strip()}]}
+    header, row = fine(tmctl("jobs")).splitlines()
+    assert row.endswith(sentence.strip())
+    assert "─" not in header
+
+
+# ---------------------------------------------------------------- story
+
+
+def test_a_story_puts_causes_first_and_indents_what_follows(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    daemon.answers["GET /v1/story/m1?limit=1000"] = {
+        "subject": "m1",
+        "events": [
+            event(4, 0, 100.000, "n2", "drain", "fan"),
+            event(5, 4, 100.002, "m1", "queued", "n2 has rank 1"),
+            event(6, 5, 100.004, "m1", "selected", "n5"),
+            event(9, 5, 100.300, "m1", "armed", "all staged"),
+        ],
+    }
+    lines = fine(tmctl("story", "m1")).splitlines()
+    assert "drain: fan" in lines[1]
+    assert "  queued: n2 has rank 1" in lines[2]
+    assert "    selected: n5" in lines[3]
+    assert "    armed: all staged (because of 5)" in lines[4]
+    assert "+300" in lines[4]
+    assert lines[2].index("queued") - lines[1].index("drain") == 2
+
+
+# ---------------------------------------------------------------- waiting
+
+
+def test_wait_shows_the_phases_as_they_pass(daemon: FakeDaemon, tmctl: Tmctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tmd.cli.migrate.POLL_S", 0.01)
+    answers = [
+        migration_view("preparing", phases_s={"detect": 0.001}),
+        migration_view("installing", phases_s={"detect": 0.001, "select": 0.002, "prepare": 0.3}),
+        migration_view(**DONE),
+    ]
+    daemon.answers["POST /v1/migrations"] = {"migration_id": "m1", "migration": plain(migration_view("queued"))}
+    daemon.answers["GET /v1/migrations/m1"] = lambda: plain(answers.pop(0) if len(answers) > 1 else answers[0])
+    result = tmctl("migrate", "local-1", "--rank", "1", "--wait", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == plain(migration_view(**DONE))
+    told = [line.split()[0] for line in result.stderr.splitlines()]
+    assert told == ["m1", "detect", "select", "m1", "prepare", "install", "copy", "first_step"]
+
+
+def test_wait_fails_if_the_migration_does(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    daemon.answers["GET /v1/migrations/m1"] = plain(migration_view("aborted", reason="the joiner died in copy"))
+    result = tmctl("migration", "show", "m1", "--wait")
+    assert result.exit_code == 1
+    assert "m1 is aborted: the joiner died in copy" in result.stderr
+    assert "tmctl story m1" in result.stderr
+
+
+def test_wait_outlives_a_daemon_that_is_started_again(daemon: FakeDaemon, tmctl: Tmctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tmd.cli.migrate.POLL_S", 0.01)
+    away = daemon.socket.with_name("away")
+
+    def first() -> Any:
+        daemon.socket.rename(away)
+        daemon.answers["GET /v1/migrations/m1"] = plain(migration_view(**DONE))
+        return plain(migration_view("preparing"))
+
+    def come_back(seconds: float, sleep: Any = time.sleep) -> None:
+        sleep(seconds)
+        if len(daemon.asked) == 1 and waits.append(seconds) is None and len(waits) == 3:  # type: ignore[func-returns-value]
+            away.rename(daemon.socket)
+
+    waits: list[float] = []
+    monkeypatch.setattr("tmd.cli.migrate.time.sleep", come_back)
+    daemon.answers["GET /v1/migrations/m1"] = first
+    result = tmctl("migration", "show", "m1", "--wait")
+    assert result.exit_code == 0, result.output
+    assert "the daemon is away, m1 goes on meanwhile" in result.stderr
+
+
+def test_ctrl_c_leaves_the_migration_running_and_says_so(
+    daemon: FakeDaemon, tmctl: Tmctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tmd.cli.migrate.time.sleep", interrupt)
+    daemon.answers["GET /v1/migrations/m1"] = plain(migration_view("preparing"))
+    result = tmctl("migration", "show", "m1", "--wait")
+    assert result.exit_code == 130
+    assert "m1 goes on without you; watch it: tmctl migration show m1 --wait" in result.stderr
+    assert {line.split()[0] for line, _ in daemon.asked} == {"GET"}
+
+
+# ---------------------------------------------------------------- jobs on local nodes
+
+
+def test_run_sends_command_environment_and_folder(
+    daemon: FakeDaemon, tmctl: Tmctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLOUR", "blue")
+    (tmp_path / "train.py").touch()
+    daemon.answers["POST /v1/local/jobs"] = (201, LOCAL_JOB)
+    output = fine(tmctl("local", "run", "--nodes", "4", "--standby", "2", "--log-dir", "logs", "--", "train.py", "--steps", "3"))
+    assert "job local-1 started on n1" in output
+    body = daemon.asked[0][1]
+    assert body["env"]["COLOUR"] == "blue"
+    del body["env"]
+    assert body == {
+        "command": ["train.py", "--steps", "3"],
+        "nnodes": 4,
+        "standby": 2,
+        "nproc_per_node": 1,
+        "cwd": str(tmp_path),
+        "log_dir": str(tmp_path / "logs"),
+    }
+
+
+def test_run_refuses_an_unreadable_script_before_anything_starts(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    result = tmctl("local", "run", "--", "nowhere.py")
+    assert result.exit_code == 2
+    assert "script nowhere.py cannot be read: No such file or directory" in result.stderr
+    assert daemon.asked == []
+
+
+@pytest.mark.parametrize(("state", "exit_code"), [("done", 0), ("failed", 1)])
+def test_follow_prints_whole_lines_until_the_job_ends(
+    daemon: FakeDaemon, tmctl: Tmctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, exit_code: int
+) -> None:
+    monkeypatch.setattr("tmd.cli.local.POLL_S", 0.01)
+    log = tmp_path / "n1.log"
+    agent = {**LOCAL_JOB["agents"][0], "log": str(log)}  # type: ignore[index]
+    texts = ["step 0\nste", "p 1\nlast words"]
+
+    def grow() -> Any:
+        with log.open("a") as file:
+            file.write(texts.pop(0))
+        return {**LOCAL_JOB, "agents": [{**agent, "running": bool(texts)}]}
+
+    job = plain(JOB)
+    job["record"] |= {"state": state, "reason": "rank 1 raised ValueError" if state == "failed" else ""}
+    daemon.answers |= {
+        "POST /v1/local/jobs": (201, {**LOCAL_JOB, "agents": [agent]}),
+        "GET /v1/local/jobs/local-1": grow,
+        "GET /v1/jobs/local-1": job,
+    }
+    result = tmctl("local", "run", "--follow", "--", "-m", "train")
+    assert result.exit_code == exit_code
+    assert result.stdout.splitlines() == ["n1| step 0", "n1| step 1", "n1| last words"]
+    assert f"job local-1 is {state}" in result.stderr
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_no_daemon_says_where_it_looked_and_how_to_start_one(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["--socket", str(tmp_path / "tmd.sock"), "status"])
+    assert result.exit_code == 2
+    assert f"no daemon at {tmp_path / 'tmd.sock'}: there is no such socket" in result.stderr
+    assert "systemctl start tmd" in result.stderr
+    assert "TMD_SOCKET" in result.stderr
+
+
+def test_a_dead_socket_is_told_from_a_missing_one(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "s"))
+    result = CliRunner().invoke(main, ["--socket", str(tmp_path / "s"), "jobs", "--json"])
+    assert result.exit_code == 2
+    assert "nobody listens there" in json.loads(result.stderr)["error"]
+
+
+def test_the_socket_can_come_from_the_environment(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMD_SOCKET", str(daemon.socket))
+    daemon.answers["GET /v1/jobs"] = {"jobs": []}
+    assert fine(CliRunner().invoke(main, ["jobs"])) == "no jobs\n"
+
+
+def test_a_socket_one_may_not_use_names_who_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tmd.cli.client._UnixConnection.connect", refuse)
+    result = CliRunner().invoke(main, ["--socket", str(tmp_path / "s"), "jobs"])
+    assert result.exit_code == 2
+    assert f"as user {os.geteuid()}" in result.stderr
+    assert "become a member of group" in result.stderr
+
+
+def test_a_refusal_is_shown_with_its_remedy(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    refusal = {"error": "there is no job local-9", "remedy": "jobs here: local-1"}
+    daemon.answers["POST /v1/migrations"] = (404, refusal)
+    result = tmctl("migrate", "local-9", "--rank", "0")
+    assert result.exit_code == 1
+    assert result.stderr == "error: there is no job local-9\n  what to do: jobs here: local-1\n"
+    assert json.loads(tmctl("migrate", "local-9", "--rank", "0", "--json").stderr) == refusal
+
+
+@pytest.mark.parametrize("answer", [(500, b"<html>oops"), (200, b"not json")])
+def test_an_answer_that_is_none_is_shown(daemon: FakeDaemon, tmctl: Tmctl, answer: Any) -> None:
+    daemon.answers["GET /v1/jobs"] = answer
+    result = tmctl("jobs")
+    assert result.exit_code == 1
+    assert f"answered {answer[0]}: {answer[1].decode()}" in result.stderr
+
+
+@pytest.mark.parametrize("choice", [[], ["--node", "n1", "--rank", "1"]])
+def test_migrate_needs_either_a_node_or_a_rank(daemon: FakeDaemon, tmctl: Tmctl, choice: list[str]) -> None:
+    result = tmctl("migrate", "local-1", *choice)
+    assert result.exit_code == 2
+    assert "either --node N or --rank R" in result.stderr
+    assert daemon.asked == []
+
+
+def test_every_command_explains_itself_and_its_exit_codes() -> None:
+    def leaves(command: Any, path: list[str]) -> list[list[str]]:
+        if not hasattr(command, "commands"):
+            return [path]
+        return [leaf for name, each in command.commands.items() for leaf in leaves(each, [*path, name])]
+
+    for path in leaves(main, []):
+        output = fine(CliRunner().invoke(main, [*path, "--help"]))
+        assert "Exit codes: 0 done" in output, path
+        assert "--json" in output, path
