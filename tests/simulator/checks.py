@@ -1,0 +1,280 @@
+"""The rules of DESIGN.md section 12, looked at whenever something happens that could break one, and once more at the end.
+
+1 bit identity, 2 exactly once, 3 one incarnation per rank and epoch, 4 nothing before the flip harms the job, 5 the daemon away
+harms nothing, 6 every migration ends with a reason and every node is accounted for. Also: no decision is acted on before it is
+in the ledger, no report changes after it was given, nothing hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tests.simulator.links import End, Frame
+from tests.simulator.model import Chain, TrainingState, approximate_private
+from tmd.core.instructions import Persist, ReleaseNode
+from tmd.core.records import JobRecord
+from tmd.protocol.agent import AgentDirective
+from tmd.protocol.membership import Install, buddy_of
+from tmd.protocol.rank import Directive, RankStatus
+from tmd_worker.core.ballot import Ballot
+from tmd_worker.core.rank import Boundary
+
+if TYPE_CHECKING:
+    from tests.simulator.daemon import SimDaemon
+    from tests.simulator.rank import SimRank
+    from tests.simulator.world import World
+
+#: A job in which nothing moves for this long hangs.
+STALL_S = 20.0
+
+
+class Violation(AssertionError):
+    """A rule is broken; the text says which and by whom."""
+
+
+class Checks:
+    """Raises Violation."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.faults = 0
+        self.user_bug = ""
+        self.highest_step = 0
+        self.committed: set[int] = set()
+        self._moved_s = 0.0
+        self._chains: dict[int, Chain] = {-1: Chain.of_job(world.seed, world.world_size)}
+        self._speakers: dict[tuple[int, int], str] = {}
+        self._first_step: dict[int, int] = {}
+        self._runners: dict[int, list[tuple[SimRank, int]]] = {}
+        self._poisoned_epochs: set[int] = set()
+        self._committed_epochs: set[int] = set()
+        self._cut_off: set[str] = set()
+        self._reports: dict[str, tuple[int, int, int, bool]] = {}
+        self._targets: dict[int, int] = {}
+        self._released: set[str] = set()
+
+    def fail(self, rule: str, text: str) -> None:
+        raise Violation(f"{rule}: {text}")
+
+    # ---------------------------------------------------------------- what the faults did
+
+    def fault_strikes(self) -> None:
+        self.faults += 1
+        self._moved_s = self.world.now
+
+    def touched(self, processes: Iterable[SimRank]) -> None:
+        for process in processes:
+            process.touched_s = self.world.now
+
+    def partitioned(self, processes: Iterable[SimRank]) -> None:
+        """From the daemon, not from one another."""
+        self._cut_off.update(process.incarnation for process in processes)
+
+    # ---------------------------------------------------------------- ranks
+
+    def step_begins(self, rank: SimRank, boundary: Boundary) -> None:
+        step, epoch = boundary.step, boundary.epoch
+        self._moved_s = self.world.now
+        self._speaks(epoch, rank.rank, rank.incarnation)
+        if self._first_step.setdefault(epoch, step) > step:
+            self.fail(
+                "2 exactly once", f"{rank.name} runs step {step} in epoch {epoch}, which began at {self._first_step[epoch]}"
+            )
+        state = rank.state
+        if state is None or state.step != step:
+            self.fail("1 bit identity", f"{rank.name} begins step {step} with the state of {state}")
+        assert rank.rank is not None
+        others = self._runners.setdefault(rank.rank, [])
+        for other, _ in others:
+            if other is not rank and self._takes_part(other):
+                self.fail("3 one incarnation", f"{rank.name} begins step {step} while {other.name} is in {other.main.attempt}")
+        if all(other is not rank for other, _ in others):
+            others.append((rank, epoch))
+        if step > self.highest_step:
+            self.highest_step = step
+            self.world.faults.reached(step)
+
+    def _takes_part(self, process: SimRank) -> bool:
+        core = process.core
+        if not process.alive or process.machine.frozen or process.touched_s >= self.world.now - 0.2:
+            return False
+        return process.main.attempt is not None and core.run_epoch > core.poisoned_epoch
+
+    def _speaks(self, epoch: int, rank: int | None, incarnation: str) -> None:
+        assert rank is not None
+        speaker = self._speakers.setdefault((epoch, rank), incarnation)
+        if speaker != incarnation:
+            self.fail("3 one incarnation", f"rank {rank} in epoch {epoch} is {speaker} and {incarnation}")
+
+    def frame_heard(self, rank: SimRank, end: End, frame: Frame, epoch: int) -> None:
+        self._speaks(frame.epoch, frame.rank, frame.incarnation)
+        if frame.epoch != epoch:
+            self.fail(
+                "3 one incarnation", f"{rank.name} in epoch {epoch} hears {frame.kind} of epoch {frame.epoch} from {frame.rank}"
+            )
+
+    def vote_ended(self, rank: SimRank, epoch: int, step: int, result: Ballot | None) -> None:
+        if result is not None:
+            self._moved_s = self.world.now
+            self._committed_epochs.add(epoch)
+            self.committed.add(step)
+            if step >= self.world.total_steps:
+                self.world.note(rank.name, "the last vote says yes")
+
+    def step_applied(self, rank: SimRank, epoch: int, step: int, state: TrainingState, given: tuple[int, ...]) -> None:
+        """`state` before the update, its private part after it."""
+        chain = self._chain(epoch)
+        assert rank.rank is not None
+        if step < chain.first_step:
+            self.fail("2 exactly once", f"{rank.name} applies step {step} again, the state begins at {chain.first_step}")
+        if state.params != chain.params(step) or given != chain.contributions(step):
+            self.fail("1 bit identity", f"{rank.name} applies other gradients or another state at step {step} in epoch {epoch}")
+        if state.private != chain.private(step + 1)[rank.rank]:
+            self.fail("2 exactly once", f"{rank.name} has drawn other samples at step {step} in epoch {epoch}")
+        self._moved_s = self.world.now
+
+    def _chain(self, epoch: int) -> Chain:
+        return self._chains[max(first for first in self._chains if first <= epoch)]
+
+    def status_sent(self, rank: SimRank, status: RankStatus) -> None:
+        """The report of a poisoned epoch is final until a resolution changes it."""
+        core = rank.core
+        if status.reported_epoch < status.live_epoch or core.resolved_epoch >= status.reported_epoch or not status.has_state:
+            return
+        report = (status.live_epoch, core.resolved_epoch, status.next_step, status.unknown)
+        before = self._reports.setdefault(rank.incarnation, report)
+        if before[:2] == report[:2] and before != report:
+            self.fail("report is final", f"{rank.name} reported {before[2:]} and now {report[2:]}")
+        self._reports[rank.incarnation] = report
+
+    def poisoned(self, rank: SimRank, epoch: int, reason: str) -> None:
+        """The first rank that gives up an epoch in which steps were committed must have a cause among its members."""
+        core = rank.core
+        self.world.note(rank.name, f"is poisoned up to epoch {epoch}: {reason}")
+        if core.live_epoch not in self._committed_epochs or core.live_epoch > epoch or core.live_epoch in self._poisoned_epochs:
+            return
+        self._poisoned_epochs.add(core.live_epoch)
+        names = [name for (at, _), name in self._speakers.items() if at == core.live_epoch]
+        members = [self.world.processes[name] for name in names]
+        if not any(process.touched_s >= 0 or not process.alive for process in members):
+            self.fail("4 and 5 no harm", f"epoch {core.live_epoch} ends though nothing hit a member: {reason} ({rank.name})")
+
+    # ---------------------------------------------------------------- records of small state
+
+    def record_given_up(self, joiner: SimRank, install: Install) -> None:
+        """Only a record that no living member keeps may be called lost."""
+        assert joiner.rank is not None
+        if install.joining[joiner.rank].record_rank is not None:
+            return
+        keeper = install.membership.members[buddy_of(joiner.rank, self.world.world_size, self.world.nproc_per_node)]
+        process = self.world.processes[keeper.incarnation]
+        if process.alive and not process.machine.frozen and install.target_step in process.ward_records:
+            self.fail("1 bit identity", f"the record of rank {joiner.rank} is called lost, {process.name} keeps it")
+
+    def approximated(self, epoch: int, step: int, rank: int) -> None:
+        """From here on the run is that of a job in which this rank continued with other small state."""
+        job = self._job()
+        if job is None or not job.approximations:
+            self.fail("1 bit identity", f"rank {rank} goes on with approximate state and the ledger does not say so")
+        chain = self._chain(epoch)
+        private = list(chain.private(step))
+        private[rank] = approximate_private(chain.params(step), rank)
+        self._chains[epoch] = Chain(step, chain.params(step), tuple(private))
+
+    # ---------------------------------------------------------------- the daemon
+
+    def persisted(self, rows: Persist) -> None:
+        note = self.world.note
+        for event in rows.events:
+            note("ledger", f"{event.kind} {event.subject}: {event.text}")
+
+    def directed(self, directive: AgentDirective) -> None:
+        """Nothing reaches a rank that is not in the ledger."""
+        job = self._job()
+        for order in directive.ranks:
+            if job is None:
+                self.fail("ledger first", "a rank is directed before its job is in the ledger")
+                return
+            self._directed(job, order)
+        if directive.job_over is not None and (job is None or job.state not in ("done", "failed")):
+            self.fail("ledger first", f"the job is over, the ledger says {job.state if job else 'nothing'}")
+
+    def _directed(self, job: JobRecord, order: Directive) -> None:
+        if order.poison_epoch > job.poison_epoch:
+            self.fail("ledger first", f"poison {order.poison_epoch} is sent, the ledger has {job.poison_epoch}")
+        if order.live_epoch > job.epoch:
+            self.fail("ledger first", f"go for epoch {order.live_epoch} is sent, the ledger has {job.epoch}")
+        if order.install is not None and order.install.membership.epoch > job.epoch_limit:
+            self.fail("ledger first", f"epoch {order.install.membership.epoch} is installed, the limit is {job.epoch_limit}")
+        if order.plan is not None and order.plan != job.plan:
+            self.fail("ledger first", f"plan {order.plan.plan_id} is sent, the ledger has another")
+        if order.armed and not job.armed:
+            self.fail("ledger first", "the leavers are armed, the ledger does not know")
+        resolution = order.resolution
+        if resolution is not None:
+            if resolution != job.resolution:
+                self.fail("ledger first", f"{resolution} is sent, the ledger has {job.resolution}")
+            if self._targets.setdefault(resolution.epoch, resolution.target_step) != resolution.target_step:
+                self.fail("2 exactly once", f"epoch {resolution.epoch} is resolved twice")
+
+    def released(self, instruction: ReleaseNode) -> None:
+        self._released.add(instruction.node)
+
+    def daemon_acted(self, daemon: SimDaemon) -> None:
+        pass
+
+    def _job(self) -> JobRecord | None:
+        return self.world.ledger.jobs.get(self.world.job_id)
+
+    @property
+    def job_over(self) -> bool:
+        job = self._job()
+        return job is not None and job.state in ("done", "failed")
+
+    # ---------------------------------------------------------------- after each event, and at the end
+
+    def after_event(self) -> None:
+        if self.world.now - self._moved_s > STALL_S:
+            job = self._job()
+            self.fail("liveness", f"nothing has moved for {STALL_S} s, the job is {job.state if job else 'unknown'}")
+
+    def at_end(self) -> None:
+        job = self._job()
+        if job is None or job.state not in ("done", "failed"):
+            self.fail("liveness", f"everybody has left and the job is {job.state if job else 'unknown'}")
+            return
+        if job.state == "failed":
+            self._failed_for_a_reason(job)
+        else:
+            self._done(job)
+        for migration in self.world.ledger.migrations.values():
+            if migration.state not in ("done", "aborted", "failed") or not (migration.reason or migration.state == "done"):
+                self.fail(
+                    "6 accounted for", f"{migration.migration_id} ended as {migration.state} with reason {migration.reason!r}"
+                )
+        for node in self.world.ledger.nodes.values():
+            if node.use not in ("released", "lost"):
+                self.fail("6 accounted for", f"node {node.node} ended as {node.use}")
+
+    def _failed_for_a_reason(self, job: JobRecord) -> None:
+        if not job.reason or job.exit_code in (None, 0):
+            self.fail("6 accounted for", f"the job failed with code {job.exit_code} and reason {job.reason!r}")
+        if self.user_bug and self.user_bug not in job.reason and "ValueError" not in job.reason:
+            self.fail("6 accounted for", f"the script raised, the job says {job.reason!r}")
+        if not self.faults:
+            self.fail("liveness", f"the job failed though nothing was done to it: {job.reason}")
+
+    def _done(self, job: JobRecord) -> None:
+        """Every role was carried to its end, with the state of the undisturbed run."""
+        total = self.world.total_steps
+        assert job.table is not None
+        for rank, member in job.table.members.items():
+            process = self.world.processes[member.incarnation]
+            state = process.state
+            chain = self._chain(process.core.run_epoch)
+            if state is None or state.step != total:
+                self.fail("2 exactly once", f"rank {rank} ended with {state} of {total} steps")
+                return
+            if state.params != chain.params(total) or state.private != chain.private(total)[rank]:
+                self.fail("1 bit identity", f"rank {rank} ended with another state")

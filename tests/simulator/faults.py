@@ -1,0 +1,335 @@
+"""What goes wrong, and when: a list drawn from the seed. A fault waits for a step of the job and then for a point in the
+protocol ("voted", "handoff", ...) or for a short while; who is hit is drawn when it strikes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tests.simulator.engine import Actor, Machine
+from tests.simulator.rank import SIGKILL, SimRank
+from tmd.core.daemon import Refused
+from tmd.core.records import NodeState
+
+if TYPE_CHECKING:
+    from tests.simulator.world import World
+
+POINTS = (
+    "poison",
+    "install",
+    "fetch",
+    "linked",
+    "go",
+    "stage",
+    "staged",
+    "switch",
+    "handoff",
+    "handoff_source",
+    "retire",
+    "vote",
+    "voted",
+    "vote_down",
+    "unknown",
+)
+#: (weight, kind).
+KINDS = (
+    (22, "kill_rank"),
+    (8, "kill_node"),
+    (3, "kill_standby"),
+    (7, "freeze_node"),
+    (4, "freeze_briefly"),
+    (8, "flap"),
+    (5, "partition"),
+    (12, "crash_daemon"),
+    (14, "migrate_rank"),
+    (6, "migrate_node"),
+    (7, "drain"),
+    (4, "abort"),
+    (1, "pause"),
+    (1, "user_bug"),
+)
+OPEN_STATES = ("queued", "selecting", "preparing", "installing", "armed", "copying")
+
+
+@dataclasses.dataclass(slots=True)
+class Fault:
+    kind: str
+    #: Not before this step is the next one.
+    step: int
+    #: A point of the protocol that it waits for, and how many are let pass; "": only the delay.
+    point: str
+    passes: int
+    delay_s: float
+    armed_s: float = -1.0
+    struck: bool = False
+
+
+class Faults(Actor):
+    """Draws the faults of a seed and carries them out. An actor of its own: nothing stops it."""
+
+    #: A fault whose point does not come is carried out anyway after this long.
+    patience_s = 0.5
+
+    def __init__(self, world: World) -> None:
+        super().__init__(Machine("fate"), "fate")
+        self.world = world
+        self.struck: collections.Counter[str] = collections.Counter()
+        self._waiting = sorted((self._draw() for _ in range(world.random.randint(3, 6))), key=lambda fault: fault.step)
+        self._armed: list[Fault] = []
+        self._next_step = -1
+        self.reached(0)
+
+    def _draw(self) -> Fault:
+        choose = self.world.random
+        kind = choose.choices([kind for _, kind in KINDS], [weight for weight, _ in KINDS])[0]
+        point = choose.choice(POINTS) if choose.random() < 0.6 else ""
+        delay_s = 0.0 if point and choose.random() < 0.6 else choose.random() * 0.08
+        step = choose.randint(0, self.world.total_steps - 1)
+        return Fault(kind, step, point, choose.choice((0, 0, 0, 1, 2, 5)), delay_s)
+
+    # ---------------------------------------------------------------- when
+
+    def reached(self, step: int) -> None:
+        """The job has come to this step."""
+        if step <= self._next_step:
+            return
+        self._next_step = step
+        while self._waiting and self._waiting[0].step <= step:
+            fault = self._waiting.pop(0)
+            self._armed.append(fault)
+            patience_s = self.patience_s if fault.point else fault.delay_s
+            self.world.after(patience_s, self, self._strike, fault, None)
+
+    def point(self, name: str, rank: SimRank) -> None:
+        for fault in self._armed:
+            if fault.point == name and not fault.struck:
+                if fault.passes:
+                    fault.passes -= 1
+                else:
+                    self.world.after(fault.delay_s, self, self._strike, fault, rank)
+                    fault.point = ""
+
+    def _strike(self, fault: Fault, involved: SimRank | None) -> None:
+        if fault.struck or self.world.checks.job_over:
+            return
+        fault.struck = True
+        self._armed.remove(fault)
+        self.world.checks.fault_strikes()
+        if getattr(self, f"_{fault.kind}")(involved):
+            self.struck[fault.kind] += 1
+
+    # ---------------------------------------------------------------- whom
+
+    def _members(self) -> list[SimRank]:
+        job = self.world.ledger.jobs.get(self.world.job_id)
+        if job is None or job.table is None:
+            return [process for process in self.world.processes.values() if process.alive]
+        processes = self.world.processes
+        members = [processes[member.incarnation] for member in job.table.members.values() if member.incarnation in processes]
+        return [process for process in members if process.alive]
+
+    def _victim(self, involved: SimRank | None) -> SimRank | None:
+        if involved is not None and involved.alive and self.world.random.random() < 0.75:
+            return involved
+        members = self._members()
+        return self.world.random.choice(members) if members else None
+
+    def _note(self, who: str, text: str) -> None:
+        self.world.note("fate", f"{text} {who}")
+
+    # ---------------------------------------------------------------- what
+
+    def _kill_rank(self, involved: SimRank | None) -> bool:
+        victim = self._victim(involved)
+        if victim is None:
+            return False
+        self._note(victim.name, "kills")
+        self.world.checks.touched([victim])
+        victim.die(SIGKILL)
+        return True
+
+    def _kill_standby(self, _: SimRank | None) -> bool:
+        members = self._members()
+        spare = [process for process in self.world.processes.values() if process.alive and process not in members]
+        return bool(spare) and self._kill_rank(self.world.random.choice(spare))
+
+    def _kill_node(self, involved: SimRank | None) -> bool:
+        victim = self._victim(involved)
+        if victim is None:
+            return False
+        world, machine = self.world, victim.machine
+        agent = world.agents[machine.name]
+        self._note(machine.name, "kills node")
+        world.checks.touched(agent.processes.values())
+        silent = world.random.random() < 0.4
+        agent.end(silent=silent)
+        if silent and world.random.random() < 0.5:
+            self._say_state(machine.name, "down", "not responding", world.random.random())
+        if world.random.random() < 0.5:
+            world.after(0.1 + world.random.random(), self, self._return, machine)
+        return True
+
+    def _return(self, machine: Machine) -> None:
+        if not self.world.agents[machine.name].alive and not self.world.checks.job_over:
+            self._note(machine.name, "brings back")
+            self._say_state(machine.name, "up", "back", 0.0)
+            self.world.new_agent(machine)
+
+    def _freeze_node(self, involved: SimRank | None) -> bool:
+        return self._freeze(involved, 0.3 + 3 * self.world.random.random())
+
+    def _freeze_briefly(self, involved: SimRank | None) -> bool:
+        return self._freeze(involved, 0.02 + 0.3 * self.world.random.random())
+
+    def _freeze(self, involved: SimRank | None, for_s: float) -> bool:
+        victim = self._victim(involved)
+        if victim is None or victim.machine.frozen:
+            return False
+        world, machine = self.world, victim.machine
+        self._note(machine.name, f"freezes for {for_s:.2f} s node")
+        world.checks.touched(world.agents[machine.name].processes.values())
+        world.freeze(machine)
+        world.after(for_s, self, self._thaw, machine)
+        return True
+
+    def _thaw(self, machine: Machine) -> None:
+        self._note(machine.name, "thaws")
+        self.world.checks.touched(self.world.agents[machine.name].processes.values())
+        self.world.thaw(machine)
+
+    def _flap(self, involved: SimRank | None) -> bool:
+        """A link breaks under two processes that live."""
+        world = self.world
+        world.pairs = [end for end in world.pairs if not end.closed and not end.mate.closed]
+        live = [end for end in world.pairs if involved is None or involved in (end.owner, end.mate.owner)]
+        if not live:
+            return False
+        end = world.random.choice(live)
+        self._note(f"{end.owner.name} and {end.mate.owner.name}", "cuts a link between")
+        world.checks.touched([end.owner, end.mate.owner])
+        for side in (end, end.mate):
+            world.after(world.link_delay(), side.owner, side.see_end, False)
+        return True
+
+    def _partition(self, involved: SimRank | None) -> bool:
+        world = self.world
+        machines = world.machines if world.random.random() < 0.2 else [world.random.choice(world.machines)]
+        if involved is not None and len(machines) == 1:
+            machines = [involved.machine]
+        for_s = 0.1 + 2.5 * world.random.random()
+        for machine in machines:
+            self._note(machine.name, f"partitions for {for_s:.2f} s")
+            world.partitioned.add(machine.name)
+            world.checks.partitioned(world.agents[machine.name].processes.values())
+            if world.random.random() < 0.5:
+                world.after(world.random.random(), world.daemon, world.daemon.gone_for_now, world.agents[machine.name])
+        world.after(for_s, self, self._heal, machines)
+        return True
+
+    def _heal(self, machines: list[Machine]) -> None:
+        for machine in machines:
+            self._note(machine.name, "heals partition of")
+            self.world.partitioned.discard(machine.name)
+
+    def _crash_daemon(self, _: SimRank | None) -> bool:
+        """Now, or between two instructions of one of the next batches."""
+        world = self.world
+        if not world.daemon.alive:
+            return False
+        after = world.random.choice((0, 0, 1, 2, 3, 5, 8))
+        if after:
+            world.daemon.crash_after = after
+        else:
+            world.daemon.crash()
+        for_s = world.random.choice((0.01, 0.05, 0.3, 1.0, 2.0)) * (0.5 + world.random.random())
+        world.after(for_s, self, self._daemon_back)
+        return True
+
+    def _daemon_back(self) -> None:
+        if self.world.daemon.alive:
+            if self.world.daemon.crash_after is None:
+                return
+            self.world.daemon.crash()
+        self.world.restart_daemon()
+
+    # ---------------------------------------------------------------- operators and the resource manager
+
+    def _request(self, *, node: str | None = None, rank: int | None = None) -> bool:
+        daemon = self.world.daemon
+        if not daemon.alive:
+            return False
+        self._note(node or f"rank {rank}", "asks to migrate")
+        try:
+            _, out = daemon.core.request_migration(self.world.now, self.world.job_id, node=node, rank=rank, who="operator")
+        except Refused as refusal:
+            self._note(str(refusal), "was refused:")
+            return True
+        daemon.carry_out(out)
+        return True
+
+    def _migrate_rank(self, involved: SimRank | None) -> bool:
+        rank = involved.rank if involved is not None else None
+        return self._request(rank=self.world.random.randrange(self.world.world_size) if rank is None else rank)
+
+    def _migrate_node(self, involved: SimRank | None) -> bool:
+        victim = self._victim(involved)
+        return victim is not None and self._request(node=victim.machine.name)
+
+    def _say_state(self, node: str, state: NodeState, reason: str, delay_s: float) -> None:
+        self.world.after(delay_s, self, self._node_state, node, state, reason)
+
+    def _node_state(self, node: str, state: NodeState, reason: str) -> None:
+        """The resource manager's word; it is asked again until the daemon is there to hear it."""
+        daemon = self.world.daemon
+        if daemon.alive:
+            daemon.carry_out(daemon.core.node_state(self.world.now, node, state, reason))
+        elif not self.world.checks.job_over:
+            self._say_state(node, state, reason, 0.1)
+
+    def _drain(self, involved: SimRank | None) -> bool:
+        victim = self._victim(involved)
+        if victim is None:
+            return False
+        self._note(victim.machine.name, "drains")
+        self._node_state(victim.machine.name, "draining", "maintenance")
+        if self.world.random.random() < 0.3:
+            self._say_state(victim.machine.name, "up", "resumed", 0.4 * self.world.random.random())
+        return True
+
+    def _abort(self, _: SimRank | None) -> bool:
+        daemon = self.world.daemon
+        open_ids = [m.migration_id for m in self.world.ledger.migrations.values() if m.state in OPEN_STATES]
+        if not daemon.alive or not open_ids:
+            return False
+        self._note(open_ids[0], "aborts")
+        try:
+            daemon.carry_out(daemon.core.abort_migration(self.world.now, self.world.random.choice(open_ids), "operator"))
+        except Refused as refusal:
+            self._note(str(refusal), "was refused:")
+        return True
+
+    def _pause(self, _: SimRank | None) -> bool:
+        self._set_paused(True)
+        self.world.after(self.world.random.random(), self, self._set_paused, False)
+        return True
+
+    def _set_paused(self, paused: bool) -> None:
+        daemon = self.world.daemon
+        if daemon.alive:
+            daemon.carry_out(daemon.core.set_paused(self.world.now, paused, "operator"))
+        elif not self.world.checks.job_over:
+            self.world.after(0.1, self, self._set_paused, paused)
+
+    def _user_bug(self, involved: SimRank | None) -> bool:
+        """The user's script raises in one rank that is not poisoned."""
+        victim = self._victim(involved)
+        if victim is None or victim.machine.frozen or victim.core.phase != "running" or victim.main.attempt is None:
+            return False
+        self._note(victim.name, "raises in the script of")
+        self.world.checks.user_bug = f"Traceback: ValueError in {victim.name}"
+        self.world.checks.touched([victim])
+        victim.perform(victim.core.failed(self.world.checks.user_bug))
+        victim.die(1)
+        return True

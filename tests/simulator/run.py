@@ -1,0 +1,56 @@
+"""Runs one seed to its end and says what happened."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from tests.simulator.checks import Violation
+from tests.simulator.world import World
+
+EVENT_LIMIT = 60_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one seed came to. `violation` is empty if every rule held."""
+
+    seed: int
+    violation: str
+    events: int
+    faults: int
+    kinds: collections.Counter[str]
+    result: str
+    simulated_s: float
+    commits: int
+
+
+def run_seed(seed: int, *, bug: str = "", verbose: bool = False) -> Outcome:
+    """Any exception of a core counts as a violation, too: it would have ended the process."""
+    world = World(seed, bug=bug, verbose=verbose)
+    violation = ""
+    try:
+        _play(world)
+        world.checks.at_end()
+    except Violation as broken:
+        violation = str(broken)
+    except Exception as error:
+        if verbose:
+            raise
+        violation = f"{type(error).__name__}: {error}"
+    job = world.ledger.jobs.get(world.job_id)
+    result = f"{job.state}: {job.reason}" if job is not None else "no job"
+    return Outcome(
+        seed, violation, world.events, world.checks.faults, world.faults.struck, result, world.now, len(world.checks.committed)
+    )
+
+
+def _play(world: World) -> None:
+    """Until the job is over and everybody has left."""
+    checks = world.checks
+    while world.step():
+        checks.after_event()
+        if world.events > EVENT_LIMIT:
+            raise Violation(f"liveness: {EVENT_LIMIT} events and no end")
+        if checks.job_over and not any(agent.alive for agent in world.agents.values()):
+            return
