@@ -46,6 +46,7 @@ def main() -> None:
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
 def serve(config_file: Path | None, observe_only: bool | None, **daemon: str | None) -> None:
     """Run the daemon in the foreground."""
+    config = _load(config_file, daemon, {"observe_only": observe_only})
     from sqlalchemy.exc import DBAPIError
 
     from tmd.daemon.identity import UnknownUser
@@ -55,7 +56,6 @@ def serve(config_file: Path | None, observe_only: bool | None, **daemon: str | N
     from tmd.ledger.ledger import LedgerTakenOver, LedgerUnavailable
     from tmd.ledger.revisions import UnknownRevision
 
-    config = _load(config_file, daemon, {"observe_only": observe_only})
     logs.configure(config.daemon.log_format, config.daemon.log_level)
     try:
         asyncio.run(serve(config, notifier=Notifier()))

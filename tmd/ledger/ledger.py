@@ -60,6 +60,7 @@ class Ledger(LedgerReader):
         super().__init__(database.readers)
         self._writer = database.writer
         self._turn = asyncio.Lock()
+        self._closed = False
         self._latencies_s: collections.deque[float] = collections.deque(maxlen=_LATENCIES_KEPT)
         self.generation = generation
         #: For people: without the password.
@@ -81,9 +82,12 @@ class Ledger(LedgerReader):
         return cls(database, generation, shown_url)
 
     async def close(self) -> None:
+        """After the write that is under way. Closing twice is as good as once."""
         async with self._turn:
-            await self._writer.close()
-            await self._engine.dispose()
+            if not self._closed:
+                self._closed = True
+                await self._writer.close()
+                await self._engine.dispose()
 
     async def write(self, persist: Persist, releases: Iterable[ReleaseNode] = ()) -> None:
         """All of it in one transaction, with the releases that are due once it is durable.
