@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tmd.core.instructions import Persist
 from tmd.core.records import EventRecord, JobRecord, MigrationRecord, NodeRecord, RankRecord
 from tmd.protocol.membership import Member, Membership, Plan, Resolution
@@ -12,8 +14,8 @@ def table(epoch: int) -> Membership:
     return Membership(epoch=epoch, members=members)
 
 
-def job(job_id: str = "j1", **changes: object) -> JobRecord:
-    fields: dict[str, object] = {
+def job(job_id: str = "j1", **changes: Any) -> JobRecord:
+    fields: dict[str, Any] = {
         "job_id": job_id,
         "state": "running",
         "nnodes": 2,
@@ -47,8 +49,8 @@ def planned_job() -> JobRecord:
     return job("j2", plan=plan, table=None, resolution=None, exit_code=-9, created_s=1.5)
 
 
-def rank(**changes: object) -> RankRecord:
-    fields: dict[str, object] = {
+def rank(**changes: Any) -> RankRecord:
+    fields: dict[str, Any] = {
         "job_id": "j1",
         "incarnation": "i1",
         "node": "n1",
@@ -62,8 +64,8 @@ def rank(**changes: object) -> RankRecord:
     return RankRecord(**{**fields, **changes})
 
 
-def node(**changes: object) -> NodeRecord:
-    fields: dict[str, object] = {
+def node(**changes: Any) -> NodeRecord:
+    fields: dict[str, Any] = {
         "node": "n1",
         "job_id": "j1",
         "state": "draining",
@@ -76,8 +78,8 @@ def node(**changes: object) -> NodeRecord:
     return NodeRecord(**{**fields, **changes})
 
 
-def migration(**changes: object) -> MigrationRecord:
-    fields: dict[str, object] = {
+def migration(**changes: Any) -> MigrationRecord:
+    fields: dict[str, Any] = {
         "migration_id": "m1",
         "job_id": "j1",
         "kind": "planned",

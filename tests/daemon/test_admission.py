@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,9 @@ from tmd.protocol.codec import PROTOCOL
 OWNER, STRANGER = 1000, 1001
 
 
-def hello(job_id: str = "j1", **changes: object) -> AgentHello:
-    fields: dict[str, object] = {"node": "n1", "agent_id": "a1", "host": "127.0.0.11", "nnodes": 2, "nproc_per_node": 1}
-    return AgentHello(protocol=PROTOCOL, tmd_version="0", job_id=job_id, **{**fields, **changes})  # type: ignore[arg-type]
+def hello(job_id: str = "j1", **changes: Any) -> AgentHello:
+    fields: dict[str, Any] = {"node": "n1", "agent_id": "a1", "host": "127.0.0.11", "nnodes": 2, "nproc_per_node": 1}
+    return AgentHello(protocol=PROTOCOL, tmd_version="0", job_id=job_id, **{**fields, **changes})
 
 
 @pytest.fixture
@@ -87,9 +88,9 @@ def test_a_token_does_not_help_over_the_unix_socket(admissions: Admissions, toke
         ({"nproc_per_node": 5000}, "nproc_per_node"),
     ],
 )
-def test_names_and_sizes_that_make_no_sense_are_refused(admissions: Admissions, changes: dict[str, object], says: str) -> None:
+def test_names_and_sizes_that_make_no_sense_are_refused(admissions: Admissions, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(NotAdmitted, match=says):
-        admissions.admit(hello(**changes), OWNER)  # type: ignore[arg-type]
+        admissions.admit(hello(**changes), OWNER)
 
 
 def test_tokens_are_private_files_and_outlive_the_daemon(tmp_path: Path, tokens: Tokens) -> None:

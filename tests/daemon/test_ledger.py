@@ -129,7 +129,7 @@ async def test_a_locked_database_is_unavailable_and_nothing_of_the_write_is_ther
 
 
 async def test_a_write_that_fails_halfway_leaves_nothing(ledger: Ledger) -> None:
-    broken = msgspec.structs.replace(records.event(1), text=None)  # type: ignore[arg-type]
+    broken = msgspec.structs.replace(records.event(1), text=None)
     with pytest.raises(Exception, match="NOT NULL"):
         await ledger.write(Persist(jobs=(records.job(),), events=(broken,)))
     assert await ledger.job("j1") is None
