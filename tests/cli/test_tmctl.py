@@ -55,7 +55,7 @@ def fine(result: Result) -> str:
 
 LOOKS: list[tuple[list[str], str, Any, list[str]]] = [
     (["status"], "GET /v1/status", STATUS, ["up 2 h 0 min", "local-1", "waiting for n5", "median 1.80 ms", "1 running"]),
-    (["jobs"], "GET /v1/jobs", {"jobs": [plain(JOB)]}, ["local-1", "1/1", "normal step (ms)", "151", "m1"]),
+    (["jobs"], "GET /v1/jobs", {"jobs": [plain(JOB)]}, ["local-1", "1/1 ready", "step (ms)", "151"]),
     (["jobs"], "GET /v1/jobs", {"jobs": []}, ["no jobs"]),
     (
         ["job", "show", "local-1"],

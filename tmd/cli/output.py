@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-#: Between a header's words and their unit.
 Row = Sequence[object]
 #: What is shown for "not known" and "does not apply".
 NOTHING = "-"
+#: A table's last column holds sentences: narrower than this it is not folded.
+_NARROWEST_LAST = 15
 _STYLES = {
     "running": "green",
     "done": "green",
@@ -59,20 +60,49 @@ def show(listing: Listing) -> None:
     rows = [[text(value) for value in row] for row in listing.rows]
     if not rows:
         click.echo(f"{listing.title}: {listing.empty}" if listing.title else listing.empty)
-    elif sys.stdout.isatty():
-        _show_table(listing, rows)
-    else:
+    elif not sys.stdout.isatty():
         _show_plain(listing, rows)
+    elif _table_width(listing, rows) <= (console := Console()).width:
+        console.print(_table(listing, rows))
+    else:
+        _show_records(console, listing, rows)
 
 
-def _show_table(listing: Listing, rows: list[list[str]]) -> None:
-    table = Table(title=listing.title or None, title_justify="left", header_style="bold")
+def _widths(listing: Listing, rows: list[list[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(listing.headers, *rows, strict=True)]
+
+
+def _table_width(listing: Listing, rows: list[list[str]]) -> int:
+    """With the space between columns; the last one may be folded."""
+    *widths, last = _widths(listing, rows)
+    return sum(widths) + min(last, _NARROWEST_LAST) + 2 * len(widths)
+
+
+def _table(listing: Listing, rows: list[list[str]]) -> Table:
+    title = f"{listing.title}:" if listing.title else None
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    last = len(listing.headers) - 1
     for index, header in enumerate(listing.headers):
-        numeric = all(_is_number(value) for row in listing.rows for value in [row[index]])
-        table.add_column(header, justify="right" if numeric else "left", overflow="fold")
+        numeric = all(_is_number(row[index]) for row in listing.rows)
+        table.add_column(header, justify="right" if numeric else "left", overflow="fold", no_wrap=index != last)
     for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    Console().print(table)
+        table.add_row(*map(_styled, row))
+    return table
+
+
+def _show_records(console: Console, listing: Listing, rows: list[list[str]]) -> None:
+    """For what is wider than the terminal: each row as a block of names and values."""
+    if listing.title:
+        console.print(Text(f"{listing.title}:", style="italic"))
+    width = max(map(len, listing.headers))
+    for row in rows:
+        console.print(Text(f"── {row[0]}", style="bold"))
+        for header, cell in zip(listing.headers[1:], row[1:], strict=True):
+            console.print(Text(f"  {header.ljust(width)}  ") + _styled(cell))
+
+
+def _styled(cell: str) -> Text:
+    return Text(cell, style=_STYLES.get(cell, ""))
 
 
 def _is_number(value: object) -> bool:
@@ -82,7 +112,7 @@ def _is_number(value: object) -> bool:
 def _show_plain(listing: Listing, rows: list[list[str]]) -> None:
     if listing.title:
         click.echo(f"{listing.title}:")
-    widths = [max(map(len, column)) for column in zip(listing.headers, *rows, strict=True)]
+    widths = _widths(listing, rows)
     for row in (listing.headers, *rows):
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 

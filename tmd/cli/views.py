@@ -45,11 +45,10 @@ def show_jobs(views: list[dict[str, Any]]) -> None:
     for view in views:
         record = view["record"]
         ready = sum(standby["phase"] == "ready" for standby in view["standbys"])
-        standbys = f"{ready}/{len(view['standbys'])}"
-        migrations = [each["record"]["migration_id"] for each in view["migrations"]]
+        standbys = f"{ready}/{len(view['standbys'])} ready"
         row = (record["job_id"], record["state"], record["world_size"], standbys, record["epoch"], view["next_step"])
-        rows.append((*row, ms(view["normal_step_s"]), migrations, view["sentence"] or record["reason"]))
-    headers = ("job", "state", "ranks", "standbys ready", "epoch", "next step", "normal step (ms)", "migrations", "now")
+        rows.append((*row, ms(view["normal_step_s"]), view["sentence"] or record["reason"]))
+    headers = ("job", "state", "ranks", "standbys", "epoch", "next step", "step (ms)", "now")
     show(Listing(headers, rows, empty="no jobs"))
 
 
