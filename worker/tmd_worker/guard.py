@@ -1,29 +1,203 @@
 """The sandbox's audit hook: while a process rehearses, what its user's code does must stay inside it.
 
-Refused: writing, deleting or renaming files outside scratch (temporary and compile-cache directories, __pycache__, /dev/null,
-/dev/shm), network connections, new programs. Reading, and memory, are free. It keeps an honest script honest; it is no jail.
-Importing this module does nothing; the hook is installed by the first `activate` and costs one comparison when inactive.
+Refused: writing, deleting or renaming files outside scratch (temporary and cache directories, __pycache__, /dev/null, /dev/shm), network connections, new programs (but not those that torch or triton start to compile). Reading, memory and
+forked workers are free. It keeps an honest script honest; it is no jail: what a C library opens by itself is not seen, except
+torch.save and safetensors, which are wrapped. Importing this module does nothing; the hook is installed by the first
+`activate`, and costs one comparison per audited event when inactive.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import os
+import socket
+import sys
+import sysconfig
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+#: Event -> indices of the arguments that are paths it changes.
+_CHANGES: dict[str, tuple[int, ...]] = {
+    "os.remove": (0,),
+    "os.rmdir": (0,),
+    "os.mkdir": (0,),
+    "os.rename": (0, 1),
+    "os.link": (1,),
+    "os.symlink": (1,),
+    "os.truncate": (0,),
+    "os.chmod": (0,),
+    "os.chown": (0,),
+    "os.utime": (0,),
+    "os.setxattr": (0,),
+    "os.removexattr": (0,),
+    "shutil.rmtree": (0,),
+    "sqlite3.connect": (0,),
+}
+_PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"})
+_CONNECTIONS = frozenset({"socket.connect", "socket.sendto", "socket.sendmsg"})
+#: Writers in C or Rust, by module and name; each takes the path as the argument of that index.
+_BYPASSES = (
+    ("torch.serialization", "_open_zipfile_writer", 0),
+    ("safetensors.torch", "serialize_file", 1),
+    ("safetensors.numpy", "serialize_file", 1),
+)
+_DEVICES = ("/dev/null", "/dev/tty", "/dev/zero", "/dev/stdout", "/dev/stderr")
+_CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HF_HOME")
+_CACHE_DIRECTORIES = ("~/.cache", "~/.triton")
 
 
 class SandboxRefused(PermissionError):
     """The user's code tried to reach the outside from a shadow step or a standby's build."""
 
 
+class _Exempt(threading.local):
+    depth = 0
+
+
+_exempt = _Exempt()
+_exempt_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_role: int | None = None
+_installed = False
+_scratch: tuple[str, ...] = ()
+
+
 def activate(role: int) -> None:
     """From now on this process rehearses as rank `role`."""
+    global _role, _installed, _scratch
+    _scratch = _scratch_directories()
+    if not _installed:
+        _installed = True
+        sys.addaudithook(_hook)
+    _wrap_bypasses()
+    _role = role
 
 
 def deactivate() -> None:
     """The process is live: everything is allowed."""
+    global _role
+    _role = None
 
 
 @contextlib.contextmanager
 def exempt() -> Iterator[None]:
     """What this thread does inside is tmd's own and allowed; threads that it starts inside are exempt for good."""
-    yield
+    _exempt.depth += 1
+    try:
+        yield
+    finally:
+        _exempt.depth -= 1
+
+
+def _scratch_directories() -> tuple[str, ...]:
+    named = [os.environ[name] for name in _CACHE_VARIABLES if os.environ.get(name)]
+    caches = [os.path.expanduser(path) for path in _CACHE_DIRECTORIES]
+    return tuple(os.path.realpath(path) for path in (tempfile.gettempdir(), "/dev/shm", *caches, *named))
+
+
+# ---------------------------------------------------------------- the hook
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if _role is None:
+        return
+    if event == "open":
+        path, _mode, flags = arguments
+        if isinstance(flags, int) and flags & _WRITES:
+            _check_path("open for writing", path)
+    elif event in _CHANGES:
+        for index in _CHANGES[event]:
+            _check_path(event, arguments[index])
+    elif event in _CONNECTIONS:
+        _check_connection(event, *arguments[:2])
+    elif event in _PROGRAMS:
+        if not _exempted() and not _compiles(sys._getframe(1)):
+            _refuse("start the program", arguments[0])
+    elif event == "import":
+        _wrap_bypasses()
+    elif event == "_thread.start_new_thread" and _exempt.depth:
+        thread = getattr(arguments[0], "__self__", None)
+        if isinstance(thread, threading.Thread):
+            _exempt_threads.add(thread)
+
+
+def _exempted() -> bool:
+    return bool(_exempt.depth) or threading.current_thread() in _exempt_threads
+
+
+def _check_path(action: str, path: Any) -> None:
+    if isinstance(path, int) or path is None or _exempted():
+        return
+    name = os.fsdecode(path)
+    if not _is_scratch(name):
+        _refuse(action, name)
+
+
+def _is_scratch(name: str) -> bool:
+    if name in ("", ":memory:") or name in _DEVICES:
+        return True
+    parent, last = os.path.split(os.path.abspath(name))
+    real = os.path.join(os.path.realpath(parent), last)
+    if os.path.islink(real):
+        real = os.path.realpath(real)
+    return "__pycache__" in real.split(os.sep) or any(real == root or real.startswith(root + os.sep) for root in _scratch)
+
+
+def _check_connection(event: str, sock: Any, address: Any = None) -> None:
+    family = getattr(sock, "family", None)
+    if address is None or family not in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX) or _exempted():
+        return
+    if family == socket.AF_UNIX:
+        name = os.fsdecode(address)
+        if name.startswith("\0") or _is_scratch(name):
+            return
+    _refuse("connect to" if event == "socket.connect" else "send to", address)
+
+
+def _compiles(frame: FrameType | None) -> bool:
+    """True if the code nearest to the event, the standard library left aside, is torch's or triton's."""
+    library = sysconfig.get_path("stdlib") + os.sep
+    packages = os.path.join(library, "site-packages")
+    while frame is not None:
+        name = frame.f_code.co_filename
+        outside = not name.startswith("<") and (not name.startswith(library) or name.startswith(packages))
+        if outside and frame.f_globals.get("__name__") != __name__:
+            return str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "triton")
+        frame = frame.f_back
+    return False
+
+
+def _refuse(action: str, what: Any) -> None:
+    raise SandboxRefused(
+        f"refused to {action} {what!r}: this process is a standby that rehearses as rank {_role}, and the real rank does that; "
+        "put it under `if session.live:` (or `if step.committed:` inside a step)"
+    )
+
+
+# ---------------------------------------------------------------- writers that raise no event
+
+
+def _wrap_bypasses() -> None:
+    """Wraps the writers whose modules have been loaded by now; each once."""
+    for module_name, name, index in _BYPASSES:
+        module = sys.modules.get(module_name)
+        writer = getattr(module, name, None)
+        if writer is not None and not hasattr(writer, "_tmd_guarded"):
+            setattr(module, name, _guarded(writer, index))
+
+
+def _guarded(writer: Callable[..., Any], index: int) -> Callable[..., Any]:
+    @functools.wraps(writer)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        if _role is not None and len(arguments) > index and isinstance(arguments[index], (str, bytes, os.PathLike)):
+            _check_path("open for writing", arguments[index])
+        return writer(*arguments, **named)
+
+    checked._tmd_guarded = True  # type: ignore[attr-defined]
+    return checked
