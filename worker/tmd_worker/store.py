@@ -65,7 +65,7 @@ class AgentStore(Store):
             found = reply if reply.found else None
             return reply.found
 
-        self._await([key], there, self.timeout)
+        self._await([key], there, self._limit())
         assert found is not None
         return found.value
 
@@ -83,7 +83,7 @@ class AgentStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         """Raises DistStoreError after `timeout` (None: the store's)."""
-        self._await(keys, lambda: self.check(keys), timeout or self.timeout)
+        self._await(keys, lambda: self.check(keys), timeout or self._limit())
 
     def delete_key(self, key: str) -> bool:
         return self._ask("delete", key).found
@@ -96,6 +96,11 @@ class AgentStore(Store):
     getNumKeys = num_keys
 
     # ---------------------------------------------------------------- waiting
+
+    def _limit(self) -> datetime.timedelta:
+        """The store's timeout; it lives in the C++ half, where wrappers change it."""
+        limit: datetime.timedelta = self.timeout  # type: ignore[attr-defined]
+        return limit
 
     def _await(self, keys: Sequence[str], there: Callable[[], bool], timeout: datetime.timedelta) -> None:
         pause_s = _POLL_MIN_S
