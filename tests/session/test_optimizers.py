@@ -105,11 +105,6 @@ def test_shadow_steps_do_not_vote() -> None:
     assert recorder.events == []
 
 
-def test_lbfgs_is_refused() -> None:
-    with pytest.raises(OptimizerRefused, match="LBFGS"):
-        Recorder().optimizers.attach("l", torch.optim.LBFGS(nn.Linear(2, 2).parameters()), undo=False)
-
-
 def test_a_closure_is_refused() -> None:
     recorder, model = Recorder(), model_with_gradients()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -127,6 +127,7 @@ class MemberEngine:
         """Listens, reports, and waits until the first links are open (a standby: until it knows the build's answers)."""
         welcome = self._welcome
         self._fabric.set_role(self.rank, welcome.world_size, welcome.nproc_per_node)
+        self._tracked.set_role(self.rank, welcome.world_size)
         self._server.start()
         self._control.start(self._runtime.on_message)
         Heart(welcome.heartbeat_s, lambda: self._runtime.tell(self._core.heartbeat)).start()

@@ -44,11 +44,7 @@ class Optimizers:
         self._voter = ""
 
     def attach(self, name: str, optimizer: Optimizer, *, undo: bool) -> None:
-        """Raises OptimizerRefused for a kind that cannot be voted on."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise OptimizerRefused(
-                f"{name}: LBFGS evaluates the model inside optimizer.step(), after the vote; use an optimizer without a closure"
-            )
+        """From now on the optimizer's steps are watched."""
         if optimizer in self._names:
             return
         self._names[optimizer] = name

@@ -26,6 +26,7 @@ class PlainEngine:
     def __enter__(self) -> PlainEngine:
         if self._joined:
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        self._tracked.set_role(self.rank, self.world_size)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -186,6 +186,7 @@ class Runtime:
                 f"rank {self.core.rank} held {where} for {limit_s:.0f} s without word from the tmd daemon "
                 f"({self.core.reason or 'no reason known'}); it ends with code {EXIT_HELD} so that the job can be requeued",
             )
+        self.changed.notify_all()  # who asks for this rank's state must see that it has come to rest
         self.changed.wait(left_s)
 
     # ---------------------------------------------------------------- instructions

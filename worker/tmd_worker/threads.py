@@ -15,7 +15,10 @@ EXIT_THREAD = 71
 
 
 def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
-    """Starts a daemon thread that the sandbox's guard lets alone; an exception that leaves `target` ends the process with EXIT_THREAD and its traceback."""
+    """Starts a daemon thread that the sandbox's guard lets alone.
+
+    An exception that leaves `target` ends the process with EXIT_THREAD and its traceback.
+    """
     thread = threading.Thread(target=_guarded, args=(name, target), name=f"tmd-{name}", daemon=True)
     with guard.exempt():
         thread.start()
