@@ -106,7 +106,8 @@ class SimAgent(Actor):
             return
         wanted = {spec.incarnation: spec for spec in directive.processes}
         for incarnation, process in self.processes.items():
-            if incarnation not in wanted:
+            if incarnation not in wanted and process.alive:
+                self.world.checks.retired(process)
                 process.die(SIGKILL)
         for spec in wanted.values():
             if spec.incarnation not in self.processes:

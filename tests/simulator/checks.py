@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING
 
 from tests.simulator.links import End, Frame
 from tests.simulator.model import Chain, TrainingState, approximate_private
-from tmd.core.instructions import Persist, ReleaseNode
+from tmd.core.instructions import Persist
 from tmd.core.records import JobRecord
 from tmd.protocol.agent import AgentDirective
-from tmd.protocol.membership import Install, buddy_of
+from tmd.protocol.membership import Install, Plan, buddy_of
 from tmd.protocol.rank import Directive, RankStatus
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.core.rank import Boundary
 
 if TYPE_CHECKING:
-    from tests.simulator.daemon import SimDaemon
     from tests.simulator.rank import SimRank
     from tests.simulator.world import World
 
 #: A job in which nothing moves for this long hangs.
 STALL_S = 20.0
+#: What hit a member this long before an epoch began may be what ends it.
+CAUSE_S = 1.5
+#: A fenced process on a node that can be reached is dead after this long.
+FENCE_S = 4.0
 
 
 class Violation(AssertionError):
@@ -46,13 +49,14 @@ class Checks:
         self._chains: dict[int, Chain] = {-1: Chain.of_job(world.seed, world.world_size)}
         self._speakers: dict[tuple[int, int], str] = {}
         self._first_step: dict[int, int] = {}
+        self._live_s: dict[int, float] = {}
         self._runners: dict[int, list[tuple[SimRank, int]]] = {}
         self._poisoned_epochs: set[int] = set()
         self._committed_epochs: set[int] = set()
         self._cut_off: set[str] = set()
         self._reports: dict[str, tuple[int, int, int, bool]] = {}
         self._targets: dict[int, int] = {}
-        self._released: set[str] = set()
+        self._kept: dict[tuple[int, int], set[int]] = {}
 
     def fail(self, rule: str, text: str) -> None:
         raise Violation(f"{rule}: {text}")
@@ -77,6 +81,7 @@ class Checks:
         step, epoch = boundary.step, boundary.epoch
         self._moved_s = self.world.now
         self._speaks(epoch, rank.rank, rank.incarnation)
+        self._live_s.setdefault(epoch, self.world.now)
         if self._first_step.setdefault(epoch, step) > step:
             self.fail(
                 "2 exactly once", f"{rank.name} runs step {step} in epoch {epoch}, which began at {self._first_step[epoch]}"
@@ -116,11 +121,21 @@ class Checks:
 
     def vote_ended(self, rank: SimRank, epoch: int, step: int, result: Ballot | None) -> None:
         if result is not None:
+            keepers = self._kept.get((epoch, step + 1), set())
+            if step < self.world.total_steps and len(keepers) < self.world.world_size:
+                self.fail(
+                    "2 exactly once", f"step {step} is committed in epoch {epoch} and only ranks {sorted(keepers)} keep a record"
+                )
             self._moved_s = self.world.now
             self._committed_epochs.add(epoch)
             self.committed.add(step)
             if step >= self.world.total_steps:
                 self.world.note(rank.name, "the last vote says yes")
+
+    def record_kept(self, rank: SimRank, epoch: int, step: int) -> None:
+        """This rank holds its ward's record of the state before `step`."""
+        assert rank.rank is not None
+        self._kept.setdefault((epoch, step), set()).add(rank.rank)
 
     def step_applied(self, rank: SimRank, epoch: int, step: int, state: TrainingState, given: tuple[int, ...]) -> None:
         """`state` before the update, its private part after it."""
@@ -157,8 +172,39 @@ class Checks:
         self._poisoned_epochs.add(core.live_epoch)
         names = [name for (at, _), name in self._speakers.items() if at == core.live_epoch]
         members = [self.world.processes[name] for name in names]
-        if not any(process.touched_s >= 0 or not process.alive for process in members):
+        since_s = self._live_s[core.live_epoch] - CAUSE_S
+        if not any(process.touched_s >= since_s or not process.alive or process.machine.frozen for process in members):
             self.fail("4 and 5 no harm", f"epoch {core.live_epoch} ends though nothing hit a member: {reason} ({rank.name})")
+
+    def has_closed(self, rank: SimRank) -> None:
+        """Nobody waits for somebody who has given up."""
+        open_ends = [end for end in rank.ends if end.epoch <= rank.core.poisoned_epoch and not end.closed]
+        if open_ends:
+            self.fail(
+                "poison spreads",
+                f"{rank.name} has given up epoch {rank.core.poisoned_epoch} and keeps {len(open_ends)} links open",
+            )
+
+    def switched(self, rank: SimRank, plan: Plan) -> None:
+        migration = self.world.ledger.migrations[plan.migration_id]
+        if rank.touched_s < 0 and migration.state in ("aborted", "failed"):
+            self.fail("4 before the flip", f"{rank.name} flips to plan {plan.plan_id}, whose migration is {migration.state}")
+
+    def retired(self, process: SimRank) -> None:
+        """A leaver that has frozen may still be needed, until a step is committed without it."""
+        core = process.core
+        if core.phase == "frozen" and process.touched_s < 0 and max(self._committed_epochs) <= core.live_epoch:
+            self.fail("4 before the flip", f"the leaver {process.name} is retired before the first yes without it")
+
+    def still_wanted(self, process: SimRank) -> None:
+        """An incarnation whose role is another's is killed by its agent soon."""
+        record = self.world.ledger.ranks.get((self.world.job_id, process.incarnation))
+        if record is None or record.state not in ("lost", "retired", "refused"):
+            return
+        if process.machine.name in self.world.partitioned or not self.world.daemon.alive:
+            process.fenced_s = self.world.now
+        if self.world.now - max(record.updated_s, process.fenced_s, process.touched_s) > FENCE_S:
+            self.fail("3 one incarnation", f"{process.name} has been {record.state} for {FENCE_S} s and is not killed")
 
     # ---------------------------------------------------------------- records of small state
 
@@ -217,12 +263,6 @@ class Checks:
                 self.fail("ledger first", f"{resolution} is sent, the ledger has {job.resolution}")
             if self._targets.setdefault(resolution.epoch, resolution.target_step) != resolution.target_step:
                 self.fail("2 exactly once", f"epoch {resolution.epoch} is resolved twice")
-
-    def released(self, instruction: ReleaseNode) -> None:
-        self._released.add(instruction.node)
-
-    def daemon_acted(self, daemon: SimDaemon) -> None:
-        pass
 
     def _job(self) -> JobRecord | None:
         return self.world.ledger.jobs.get(self.world.job_id)

@@ -112,7 +112,6 @@ class SimDaemon(Actor):
                     self.crash()
                     return
             self._carry_out_one(instruction)
-        self.world.checks.daemon_acted(self)
         deadline_s = self.core.next_deadline()
         if deadline_s is not None and deadline_s < self._alarm_s - 1e-9:
             self._alarm_s = max(deadline_s, self.world.now)
@@ -132,7 +131,6 @@ class SimDaemon(Actor):
             self._send(instruction.agent_id, "directed", instruction.directive)
         elif isinstance(instruction, ReleaseNode):
             world.note(self.name, f"releases {instruction.node}: {instruction.reason}")
-            world.checks.released(instruction)
 
     def _send(self, agent_id: str, message: str, *args: Any) -> None:
         agent = self._agents.get(agent_id)

@@ -190,22 +190,23 @@ class MainThread:
     def _send_record(self, epoch: int, step: int, private: int) -> None:
         world = self.world
         buddy = buddy_of(self._role, world.world_size, world.nproc_per_node)
-        kind = "resync" if step == 0 else "record"
+        kind = "resync" if step == 0 or world.cores.votes_without_record else "record"
         self._send("buddy", buddy, Frame(kind, epoch, step, self._role, self.rank.incarnation, private))
 
     # ---------------------------------------------------------------- the vote
 
     def _vote(self, step: int, epoch: int, *, last: bool) -> Generator[Wait, None, Verdict]:
-        rank, core, state = self.rank, self.rank.core, self.rank.state
+        rank, core, state, world = self.rank, self.rank.core, self.rank.state, self.world
         assert state is not None
         if not last:
             rank.keep_record(rank.own_records, step + 1, state.private)
             self._send_record(epoch, step + 1, state.private)
-            if not self.world.cores.votes_without_record:
+            if not world.cores.votes_without_record:
                 record = yield from self._receive("buddy", rank.ward, epoch)
                 if record is None:
                     return Verdict.DISCARD
                 rank.keep_record(rank.ward_records, step + 1, record.value)
+                world.checks.record_kept(rank, epoch, step + 1)
         ballot = core.vote_begins(last=last)
         if ballot is None:
             return Verdict.DISCARD
@@ -213,8 +214,8 @@ class MainThread:
         self._sent = False
         result = yield from self._tree(ballot, epoch, step)
         verdict, out = core.vote_ended(result, sent=self._sent)
-        rank.perform(out)
         self.world.checks.vote_ended(rank, epoch, step, result)
+        rank.perform(out)
         while verdict is Verdict.BLOCK:
             self.world.faults.point("unknown", rank)
             yield None

@@ -53,6 +53,10 @@ class SimRank(Actor):
         self.exit_code: int | None = None
         #: A fault has hit this process, its agent or one of its links.
         self.touched_s = -1.0
+        #: When it was last out of the daemon's reach.
+        self.fenced_s = 0.0
+        self._closed_epoch = -1
+        self._held_since_s = 0.0
         self.main = MainThread(self)
         self.world.after(self.world.pace("start"), self, self.main.resume)
         self.world.after(self.world.settings.heartbeat_s, self, self.heartbeat)
@@ -68,6 +72,9 @@ class SimRank(Actor):
             _HANDLERS[type(instruction)](self, instruction)
             if not self.alive:
                 return
+        if self.core.poisoned_epoch > self._closed_epoch:
+            self._closed_epoch = self.core.poisoned_epoch
+            self.world.checks.has_closed(self)
         if self.subscribers:
             for fetch in list(self.subscribers):
                 fetch.look()
@@ -129,6 +136,7 @@ class SimRank(Actor):
 
     def switch_links(self, instruction: do.SwitchLinks) -> None:
         plan, epoch = instruction.plan, instruction.epoch
+        self.world.checks.switched(self, plan)
         assert self.staging is not None
         staged = self.staging.ends
         self.live = {route: staged.get(route, end) for route, end in self.live.items()}
@@ -167,6 +175,7 @@ class SimRank(Actor):
         self.main.wake()
 
     def exit(self, instruction: do.Exit) -> None:
+        self.world.checks.retired(self)
         self.die(instruction.code)
 
     # ---------------------------------------------------------------- links
@@ -283,7 +292,16 @@ class SimRank(Actor):
 
     def heartbeat(self) -> None:
         self.world.after(self.world.settings.heartbeat_s, self, self.heartbeat)
+        self.world.checks.still_wanted(self)
         self.perform(self.core.heartbeat())
+        self._hold_or_leave()
+
+    def _hold_or_leave(self) -> None:
+        """Nobody waits for ever: with the daemon away a poisoned rank ends, so that Slurm can start the job again."""
+        if self.core.phase != "holding":
+            self._held_since_s = self.world.now
+        elif self.world.now - self._held_since_s > 1.5 * self.world.settings.hold_limit_s:
+            self.die(EXIT_HOLD_LIMIT)
 
     def die(self, code: int) -> None:
         """The process is gone: its links end after a moment, its agent learns of it in two steps."""

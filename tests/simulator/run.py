@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+from tests.simulator.bugs import planted
 from tests.simulator.checks import Violation
 from tests.simulator.world import World
 
@@ -27,10 +28,12 @@ class Outcome:
 
 def run_seed(seed: int, *, bug: str = "", verbose: bool = False) -> Outcome:
     """Any exception of a core counts as a violation, too: it would have ended the process."""
-    world = World(seed, bug=bug, verbose=verbose)
+    with planted(bug):
+        world = World(seed, bug=bug, verbose=verbose)
     violation = ""
     try:
-        _play(world)
+        with planted(bug):
+            _play(world)
         world.checks.at_end()
     except Violation as broken:
         violation = str(broken)
