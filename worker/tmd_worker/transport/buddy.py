@@ -1,27 +1,233 @@
-"""The records of small state: this rank's go to its buddy, its ward's are kept here (two generations)."""
+"""The records of small state: this rank's go to its buddy, its ward's are kept here.
+
+Two generations (steps) are kept. A thread per ward link reads it to its end, also after this process is poisoned, because
+what the ward said last is what its replacement needs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import struct
+import threading
+import time
+
+from tmd.protocol.membership import buddy_of, ward_of
+from tmd_worker import faults
+from tmd_worker.transport.group import Guard
+from tmd_worker.transport.link import Link, LinkEnded
+from tmd_worker.transport.wire import MAX_PAYLOAD_BYTES, Kind
+
+#: In front of every record or tail: step, size of all that follows (over several frames).
+_PREFIX = struct.Struct("!qQ")
+MAX_RECORD_BYTES = 256 << 20
+#: How long the end of a ward's link is waited for after poison.
+DRAIN_S = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Generation:
+    """What the ward sent about one step, and the epoch of that attempt."""
+
+    epoch: int
+    record: bytes
+    tail: bytes | None = None
+
 
 class BuddyChannel:
-    """The link to the buddy and the one from the ward."""
+    """The links to the buddy and from the ward, which may be the same rank, or this one itself when it is alone."""
 
-    def send(self, kind: int, step: int, payload: bytes, *, epoch: int | None = None) -> None:
-        """Sends a RECORD or TAIL (`wire.Kind`) to the buddy; returns once the kernel has it. Does nothing when poisoned.
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._changed = threading.Condition()
+        self._rank = self._buddy = self._ward = 0
+        #: Epoch -> links by global rank, for the live epoch and those that are opened.
+        self._links: dict[int, dict[int, Link]] = {}
+        self._live_epoch = -1
+        self._closed_epoch = -1
+        #: Ward links that a thread reads.
+        self._reading: set[Link] = set()
+        self._generations: dict[int, _Generation] = {}
+        self._had_tails = False
 
-        `epoch`: through the links opened for an epoch that is not active yet; default: the live one.
+    # ---------------------------------------------------------------- for the session
+
+    def send(self, kind: Kind, step: int, payload: bytes, *, epoch: int | None = None) -> None:
+        """Sends a RECORD or TAIL to the buddy; returns once the kernel has it. Does nothing when poisoned.
+
+        `epoch`: through the links opened for an epoch that is not active yet; default: the live one. Raises ValueError for
+        more than MAX_RECORD_BYTES.
         """
+        if len(payload) > MAX_RECORD_BYTES:
+            raise ValueError(
+                f"the small state of a step has {len(payload)} bytes, the limit is {MAX_RECORD_BYTES}; "
+                "track large tensors as state instead of as buffers"
+            )
+        epoch = self._live_epoch if epoch is None else epoch
+        if self._buddy == self._rank:
+            self._keep(kind, epoch, step, payload)
+            return
+        link = self._links.get(epoch, {}).get(self._buddy)
+        if link is None:
+            return
+        message = memoryview(_PREFIX.pack(step, len(payload)) + payload)
+        try:
+            for start in range(0, len(message), MAX_PAYLOAD_BYTES):
+                link.send(kind, epoch, message[start : start + MAX_PAYLOAD_BYTES])
+        except LinkEnded as ended:
+            self._guard.link_ended(link, str(ended), orderly=ended.orderly)
+            return
+        if kind is Kind.RECORD:
+            faults.point("record.sent")
 
     def wait_for(self, step: int, deadline_s: float) -> bool:
         """True once the ward's RECORD of this step, sent in the live epoch, is here; False when poisoned.
 
         A deadline that passes breaks the link to the ward first, so False always means poisoned.
         """
-        return False
+        epoch = self._live_epoch
+        with self._changed:
+            self._changed.wait_for(lambda: self._has(step, epoch) or self._closed_epoch >= epoch, deadline_s)
+            if self._closed_epoch >= epoch:
+                return False
+            here = self._has(step, epoch)
+            link = self._links.get(epoch, {}).get(self._ward)
+        if here:
+            faults.point("record.held")
+        elif link is not None:
+            self._guard.link_ended(link, f"rank {self._ward} sent no record of step {step} for {deadline_s:.0f} s", orderly=False)
+        return here
 
     def ward_records(self, step: int) -> tuple[bytes, bytes | None, bool] | None:
         """(record, tail or None, whether this ward ever sent a tail) of this step, or None.
 
         After poison it waits (bounded) until the ward's link is read to its end.
         """
-        return None
+        deadline_s = time.monotonic() + DRAIN_S
+        with self._changed:
+            while any(self._guard.is_closed(link.epoch) for link in self._reading):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(left_s)
+            generation = self._generations.get(step)
+            return None if generation is None else (generation.record, generation.tail, self._had_tails)
+
+    # ---------------------------------------------------------------- for the fabric
+
+    def take_role(self, rank: int, world_size: int, nproc_per_node: int) -> None:
+        """Forgets what another role's ward sent."""
+        with self._changed:
+            if (rank, buddy_of(rank, world_size, nproc_per_node)) != (self._rank, self._buddy):
+                self._generations.clear()
+                self._had_tails = False
+            self._rank = rank
+            self._buddy = buddy_of(rank, world_size, nproc_per_node)
+            self._ward = ward_of(rank, world_size, nproc_per_node)
+
+    def adopt(self, epoch: int, links: dict[int, Link]) -> Link | None:
+        """New links of an epoch, which may be ahead. Returns the ward's, which is read (and so watched) from now on."""
+        with self._changed:
+            self._links[epoch] = {**self._links.get(epoch, {}), **links}
+            ward = links.get(self._ward)
+            if ward is None:
+                return None
+            self._reading.add(ward)
+            ward.hold()
+        ward.set_timeout(0)
+        self._guard.spawn(f"ward-{epoch}", lambda: self._read(ward))
+        return ward
+
+    def activate(self, epoch: int, links: dict[int, Link]) -> None:
+        """These are the live ones; readers that still wait for the end of an older epoch's link give up."""
+        with self._changed:
+            self._links[epoch] = links
+            self._live_epoch = epoch
+            for older in [older for older in self._links if older < epoch]:
+                del self._links[older]
+            late = [link for link in self._reading if self._guard.is_closed(link.epoch)]
+            self._changed.notify_all()
+        for link in late:
+            link.interrupt()
+
+    def forget(self, epoch: int) -> None:
+        """The links that were opened for an epoch ahead are closed by now."""
+        with self._changed:
+            if epoch != self._live_epoch:
+                self._links.pop(epoch, None)
+
+    def close(self, epoch: int) -> None:
+        """Wakes whoever waits for a record."""
+        with self._changed:
+            self._closed_epoch = max(self._closed_epoch, epoch)
+            for older in [older for older in self._links if older <= epoch]:
+                del self._links[older]
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing is waited for any more."""
+        with self._changed:
+            reading = list(self._reading)
+        for link in reading:
+            link.interrupt()
+
+    def is_read(self, link: Link) -> bool:
+        """A ward's link: it is to be closed in one direction only, so that its end is still heard."""
+        return link in self._reading
+
+    # ---------------------------------------------------------------- the reader
+
+    def _read(self, link: Link) -> None:
+        """The thread's body: `link` is held for it."""
+        opened_in = link.epoch
+        try:
+            while True:
+                kind, epoch, step, payload = self._read_message(link)
+                if epoch < opened_in:
+                    raise LinkEnded(link, f"sent a record of epoch {epoch} on a link of epoch {opened_in}")
+                self._keep(kind, epoch, step, payload)
+        except LinkEnded as ended:
+            self._guard.link_ended(link, str(ended), orderly=ended.orderly)
+            with self._changed:
+                self._reading.discard(link)
+                self._changed.notify_all()
+        finally:
+            link.release()
+        if self._guard.is_closed(link.epoch):
+            link.stop()
+
+    def _read_message(self, link: Link) -> tuple[Kind, int, int, bytes]:
+        kind, epoch, _, size = link.receive_header()
+        prefix = bytearray(_PREFIX.size)
+        if kind not in (Kind.RECORD, Kind.TAIL) or size < _PREFIX.size:
+            raise LinkEnded(link, f"sent a {kind.name} frame of {size} bytes where records are sent")
+        link.read_payload(memoryview(prefix))
+        step, total = _PREFIX.unpack(prefix)
+        got = size - _PREFIX.size
+        if got > total or total > MAX_RECORD_BYTES:
+            raise LinkEnded(link, f"announced a record of {total} bytes, the limit is {MAX_RECORD_BYTES}")
+        payload = bytearray(total)
+        view = memoryview(payload)
+        link.read_payload(view[:got])
+        while got < total:
+            next_kind, next_epoch, _, size = link.receive_header()
+            if (next_kind, next_epoch) != (kind, epoch) or not 0 < size <= total - got:
+                raise LinkEnded(link, "broke off a record in its middle")
+            link.read_payload(view[got : got + size])
+            got += size
+        return kind, epoch, step, bytes(payload)
+
+    def _keep(self, kind: Kind, epoch: int, step: int, payload: bytes) -> None:
+        with self._changed:
+            if kind is Kind.RECORD:
+                self._generations[step] = _Generation(epoch, payload)
+                for other in [other for other in self._generations if other not in (step, step - 1)]:
+                    del self._generations[other]
+            else:
+                self._had_tails = True
+                if step in self._generations:
+                    self._generations[step].tail = payload
+            self._changed.notify_all()
+
+    def _has(self, step: int, epoch: int) -> bool:
+        generation = self._generations.get(step)
+        return generation is not None and generation.epoch >= epoch

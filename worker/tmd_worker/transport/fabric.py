@@ -7,16 +7,41 @@ that run a collective, never while a lock of this package is held, so their impl
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from tmd.protocol.membership import Member, Membership, Plan
+from tmd_worker import faults
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.core.rank import Admission
+from tmd_worker.discard import StepDiscarded
+from tmd_worker.transport import topology
 from tmd_worker.transport.buddy import BuddyChannel
+from tmd_worker.transport.calls import Calls
+from tmd_worker.transport.dialing import Cancelled, LinkError
+from tmd_worker.transport.epochs import LinkSet
+from tmd_worker.transport.group import Group
+from tmd_worker.transport.link import Link
+from tmd_worker.transport.opening import Attempt
+from tmd_worker.transport.pairs import PairBook
+from tmd_worker.transport.ports import Handler, Ports
 from tmd_worker.transport.recording import BuildRecording
+from tmd_worker.transport.tables import Tables
+from tmd_worker.transport.vote import run_vote
+from tmd_worker.transport.watcher import Watcher
+
+__all__ = ["Cancelled", "Fabric", "FabricEvents", "LinkError", "LinkInfo", "current"]
+
+SESSION_GROUP = "tmd.session"
+BUDDY_GROUP = "tmd.buddy"
+#: Opening the links of a group that is made while an epoch is live may take this long.
+LATE_GROUP_S = 60.0
+_JOIN_S = 2.0
 
 
 class FabricEvents(Protocol):
@@ -32,14 +57,6 @@ class FabricEvents(Protocol):
         """A transport thread cannot go on; the process must end."""
 
 
-class LinkError(ConnectionError):
-    """Links could not be opened; the text names the peer and why."""
-
-
-class Cancelled(LinkError):
-    """The epoch whose links were being opened was closed meanwhile."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinkInfo:
     """One live link as the operating system sees it."""
@@ -52,10 +69,6 @@ class LinkInfo:
 class Fabric:
     """See the module's contract."""
 
-    host: str
-    port: int
-    buddy: BuddyChannel
-
     def __init__(
         self,
         *,
@@ -66,89 +79,400 @@ class Fabric:
         port_range: tuple[int, int] | None = None,
     ) -> None:
         """Listens at once and becomes the process's fabric (`current()`)."""
+        self._events = events
+        self._lock = threading.RLock()
+        self._threads: list[threading.Thread] = []
+        self._tables = Tables(incarnation)
+        self._groups: dict[str, Group] = {}
+        self._live: LinkSet | None = None
+        #: Opened for an epoch ahead, and staged for a plan.
+        self._opened: dict[int, LinkSet] = {}
+        self._staged: dict[int, LinkSet] = {}
+        #: Under way: attempt -> plan (0: not for a plan).
+        self._attempts: dict[Attempt, int] = {}
+        #: Leavers' links after a switch.
+        self._replaced: list[Link] = []
+        self._incarnation = incarnation
+        self._rank = -1
+        self.calls = Calls(events)
+        self.buddy = BuddyChannel(self)
+        self.pairs = PairBook(self)
+        self._watcher = Watcher(self._hung_up)
+        self._ports = Ports(
+            host=host, port_range=port_range, key=job_key, incarnation=incarnation, tables=self._tables, spawn=self.spawn
+        )
+        self.host: str = self._ports.listener.host
+        self.port: int = self._ports.listener.port
+        self.spawn("watcher", self._watcher.run)
+        faults.close_link = self._break_a_link
+        _register(self)
+
+    # ---------------------------------------------------------------- role and tables
 
     def set_role(self, rank: int, world_size: int, nproc_per_node: int) -> None:
-        """In place, for a standby too: every group maps its own rank again. Clears what the buddy channel kept."""
+        """In place, for a standby too: every group maps its own rank again. Raises ValueError if a group lacks that rank."""
+        world = tuple(range(world_size))
+        with self._lock:
+            if SESSION_GROUP not in self._groups:
+                self._groups[SESSION_GROUP] = Group(SESSION_GROUP, world, LATE_GROUP_S, topology.tree_neighbours)
+                self._groups[BUDDY_GROUP] = Group(
+                    BUDDY_GROUP, world, LATE_GROUP_S, lambda own, size: topology.buddy_neighbours(own, size, nproc_per_node)
+                )
+            for group in self._groups.values():
+                group.take_role(rank)
+            self._rank = rank
+        self.buddy.take_role(rank, world_size, nproc_per_node)
 
     def expect(self, membership: Membership) -> None:
         """Handshakes of this table are accepted from now on (current, being installed, or a plan's successor)."""
+        self._tables.expect(membership)
+
+    # ---------------------------------------------------------------- opening
 
     def open(self, membership: Membership, rank: int, deadline_s: float) -> int:
         """Opens all links of all groups for this epoch and keeps them until activate(); blocks. Returns how many.
 
         Raises LinkError, or Cancelled when close() covered the epoch meanwhile.
         """
-
-    def activate(self, epoch: int) -> None:
-        """What was opened or staged for this epoch becomes live in every group."""
+        opened = LinkSet(membership, rank)
+        count = self._open(opened, self._opened, membership.epoch, 0, deadline_s)
+        for link in opened.all_links():
+            self._watcher.add(link)
+        return count
 
     def stage(self, plan: Plan, rank: int, deadline_s: float) -> int:
         """A stayer: only the links to joiners that it neighbours; a joiner: all of its links, for activate(). Returns how many.
 
         Raises LinkError, or Cancelled when drop_staged() or close() came first.
         """
+        joins = plan.successor.members[rank].incarnation == self._incarnation and rank in plan.leavers
+        staged = LinkSet(plan.successor, rank, None if joins else frozenset(plan.leavers))
+        return self._open(staged, self._staged, plan.plan_id, plan.plan_id, deadline_s)
 
-    def drop_staged(self, plan_id: int) -> None:
-        """Closes what was staged for this plan, also what is being staged."""
+    def _open(self, links: LinkSet, shelf: dict[int, LinkSet], key: int, plan_id: int, deadline_s: float) -> int:
+        """Opens the links of every group, also of those that are made meanwhile, and puts the set on its shelf."""
+        self.expect(links.membership)
+        attempt = Attempt(links.epoch, deadline_s)
+        count = 0
+        with self._attempting(attempt, plan_id):
+            try:
+                while True:
+                    with self._lock:
+                        missing = [group for group in self._groups.values() if group.name not in links.links]
+                        if not missing:
+                            attempt.check()
+                            shelf[key] = links
+                            break
+                    count += links.open_for(missing, self._ports.opener, attempt)
+            except BaseException:
+                self._shut(links.all_links(), drain=False)
+                raise
+        self.buddy.adopt(links.epoch, links.links.get(BUDDY_GROUP, {}))
+        return count
+
+    @contextmanager
+    def _attempting(self, attempt: Attempt, plan_id: int) -> Iterator[None]:
+        """While it lasts close() and drop_staged() can cancel the attempt."""
+        with self._lock:
+            if self.is_closed(attempt.epoch):
+                raise Cancelled(f"epoch {attempt.epoch} is closed")
+            self._attempts[attempt] = plan_id
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._attempts[attempt]
+
+    def add_group(self, group: Group) -> None:
+        """A new process group. While an epoch is live its links are opened now. Raises StepDiscarded when poisoned."""
+        with self._lock:
+            if self._rank >= 0:
+                group.take_role(self._rank)
+            self._groups[group.name] = group
+            targets = [links for links in (self._live, *self._opened.values()) if links is not None]
+        for links in targets:
+            attempt = Attempt(links.epoch, LATE_GROUP_S)
+            try:
+                with self._attempting(attempt, 0):
+                    links.open_for([group], self._ports.opener, attempt)
+            except Cancelled:
+                raise StepDiscarded(f"a link broke while group {group.name} was being made") from None
+            for link in links.links[group.name].values():
+                self._watcher.add(link)
+            with self._lock:
+                if links is self._live:
+                    group.table = group.table_of(links.epoch, links.links[group.name])
+
+    # ---------------------------------------------------------------- epochs come and go
+
+    def activate(self, epoch: int) -> None:
+        """What was opened or staged for this epoch becomes live in every group."""
+        with self._lock:
+            links = self._opened.pop(epoch, None)
+            for plan_id, staged in list(self._staged.items()):
+                if links is None and staged.epoch == epoch:
+                    links = self._staged.pop(plan_id)
+            if links is None or self.is_closed(epoch):
+                return
+            self._go_live(links)
 
     def switch(self, plan: Plan, epoch: int) -> None:
         """The flip on a stayer, at a quiet boundary: staged links replace the leavers', kept ones go on in `epoch`."""
+        leavers = frozenset(plan.leavers)
+        with self._lock:
+            before, staged = self._live, self._staged.pop(plan.plan_id, None)
+            if before is None or staged is None or before.epoch != plan.base_epoch:
+                return
+            after, replaced = before.succeed(staged, leavers)
+            replaced += self.pairs.switch(epoch, leavers)
+            self._replaced += replaced
+            for link in replaced:
+                link.ignored = True
+                self._watcher.remove(link)
+            self._go_live(after)
+
+    def _go_live(self, links: LinkSet) -> None:
+        """The lock is held."""
+        self._live = links
+        self._tables.activate(links.epoch)
+        for link in links.all_links():
+            self._watcher.add(link)
+        for group in self._groups.values():
+            if group.name in links.links:
+                group.table = group.table_of(links.epoch, links.links[group.name])
+        self.buddy.activate(links.epoch, links.links.get(BUDDY_GROUP, {}))
 
     def retire(self, epoch: int) -> None:
         """Closes the leavers' links that the switch to `epoch` left unused."""
+        with self._lock:
+            replaced = [link for link in self._replaced if link.epoch < epoch]
+            self._replaced = [link for link in self._replaced if link.epoch >= epoch]
+        self._shut(replaced, drain=False)
+
+    def drop_staged(self, plan_id: int) -> None:
+        """Closes what was staged for this plan, also what is being staged."""
+        with self._lock:
+            staged = self._staged.pop(plan_id, None)
+            attempts = [attempt for attempt, plan in self._attempts.items() if plan == plan_id]
+        for attempt in attempts:
+            attempt.cancel(f"plan {plan_id} was dropped")
+        self._ports.inbox.wake()
+        if staged is not None:
+            self.buddy.forget(staged.epoch)
+            self._shut(staged.all_links(), drain=False)
+            for member in staged.membership.members.values():
+                self._ports.inbox.drop(staged.epoch, member.incarnation)
 
     def close(self, epoch: int, reason: str) -> None:
         """Poison: STOP (best effort), then closes every link of an epoch up to this one; wakes all who wait on one; every
         work completes. Returns at once when that is done already."""
+        if not self._tables.close(epoch):
+            return
+        with self._lock:
+            doomed = [link for link in self._replaced if link.epoch <= epoch]
+            self._replaced = [link for link in self._replaced if link.epoch > epoch]
+            if self._live is not None and self._live.epoch <= epoch:
+                doomed += self._live.all_links()
+                self._live = None
+                for group in self._groups.values():
+                    group.table = None
+            for shelf in (self._opened, self._staged):
+                for key in [key for key, links in shelf.items() if links.epoch <= epoch]:
+                    doomed += shelf.pop(key).all_links()
+            attempts = [attempt for attempt in self._attempts if attempt.epoch <= epoch]
+        for attempt in attempts:
+            attempt.cancel(reason)
+        self._ports.inbox.close(epoch)
+        doomed += self.pairs.close(epoch)
+        self.buddy.close(epoch)
+        self._shut(doomed, drain=True)
 
-    def serve(self, kind: str, handler: Callable[[socket.socket, dict[str, Any]], None]) -> None:
+    def _shut(self, links: Iterable[Link], *, drain: bool) -> None:
+        """`drain`: what a ward sent is still read to its end."""
+        links = list(links)
+        drained = {link for link in links if drain and self.buddy.is_read(link)}
+        for link in links:
+            self._watcher.remove(link)
+            if link not in drained:
+                link.interrupt()
+        for link in links:
+            link.stop(keep_reading=link in drained)
+
+    # ---------------------------------------------------------------- for the session
+
+    def serve(self, kind: str, handler: Handler) -> None:
         """Other authenticated connections of this kind on the same listener, a thread each. The handler owns the socket.
 
         It gets the fields that the peer sent, with its incarnation under "incarnation". OSError that leaves it is
         dropped (the peer went away); any other exception ends the process.
         """
+        self._ports.serve(kind, handler)
 
     def connect(self, member: Member, kind: str, fields: dict[str, Any], deadline_s: float) -> socket.socket:
         """An authenticated connection to another process's handler of this kind. Raises LinkError.
 
         The socket comes with a timeout of `deadline_s` per operation; change it with settimeout().
         """
+        return self._ports.connect(member, kind, fields, deadline_s)
 
     def links(self) -> dict[str, dict[int, LinkInfo]]:
         """Group name -> peer's global rank -> live link."""
+        with self._lock:
+            by_group = dict(self._live.links) if self._live is not None else {}
+            by_group |= self.pairs.links()
+        return {
+            name: {peer: LinkInfo(link.fd, link.local, link.remote) for peer, link in links.items()}
+            for name, links in by_group.items()
+        }
 
     def vote(self, ballot: Ballot, deadline_s: float) -> tuple[Ballot | None, bool]:
-        """The commit vote: a tree all-reduce over all ranks, in the caller's thread.
+        """The commit vote: a tree all-reduce over all ranks, in the caller's thread, after all collectives called before it.
 
         Returns (result, or None if it broke; whether a frame of this rank's ballot may have left). When it broke,
         link_broken has been reported or the epoch was closed.
         """
+        for group in list(self._groups.values()):
+            if group.last is not None and not group.last.ended_within(deadline_s):
+                reason = f"a collective of group {group.name} did not end within {deadline_s:.0f} s before the vote"
+                self._events.link_broken(ballot.epoch_min, self._rank, orderly=True, reason=reason)
+                return None, False
+        table = self._groups[SESSION_GROUP].table
+        if table is None or table.epoch != ballot.epoch_min:
+            return None, False
+        outcome = run_vote(table, ballot, deadline_s)
+        if outcome.broken is not None:
+            self.link_ended(outcome.broken.link, str(outcome.broken), orderly=outcome.broken.orderly)
+        return outcome.result, outcome.sent
 
     @property
     def sandbox(self) -> bool:
         """While True every collective is local, with valid values."""
+        return self.calls.sandbox
 
     @sandbox.setter
-    def sandbox(self, value: bool) -> None: ...
+    def sandbox(self, value: bool) -> None:
+        self.calls.sandbox = value
 
-    @contextmanager
-    def log_only(self) -> Iterator[None]:
+    def log_only(self) -> AbstractContextManager[None]:
         """Collectives of this block may follow the vote; when poisoned their floats are NaN."""
-        yield
+        return self.calls.log_only()
 
     def start_recording(self) -> None:
         """From now on the results of small live collectives are kept (the build phase)."""
+        self.calls.recorder = BuildRecording()
 
     def stop_recording(self) -> BuildRecording:
         """Ends the recording and returns it (empty if it was never started)."""
+        recording, self.calls.recorder = self.calls.recorder, None
+        return recording if recording is not None else BuildRecording()
 
     def rehearse(self, recording: BuildRecording) -> None:
         """Sandboxed collectives answer from this recording where it has an answer."""
+        self.calls.rehearsal = recording
 
     def close_all(self) -> None:
         """Closes everything, the listener too, and ends the threads. For the end of a process and for tests."""
+        self.close(_EVERY_EPOCH, "this process ends")
+        self._ports.close()
+        self._watcher.close()
+        self.buddy.end()
+        for group in list(self._groups.values()):
+            group.end_thread()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_S)
+        _forget(self)
+
+    # ---------------------------------------------------------------- for threads that use links (group.Guard)
+
+    @property
+    def recorder(self) -> BuildRecording | None:
+        return self.calls.recorder
+
+    def is_closed(self, epoch: int) -> bool:
+        return epoch <= self._tables.closed_epoch
+
+    def link_ended(self, link: Link, reason: str, *, orderly: bool) -> None:
+        if link.ending or link.ignored or self.is_closed(link.epoch):
+            return
+        self._events.link_broken(link.epoch, link.peer, orderly=orderly, reason=reason)
+
+    def spawn(self, name: str, body: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._guarded, args=(body,), name=f"tmd-{name}", daemon=True)
+        with self._lock:
+            self._threads = [known for known in self._threads if known.is_alive()]
+            self._threads.append(thread)
+            thread.start()
+
+    def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt) -> Link:
+        """The link of its own that send/recv between two members of a group use. Raises LinkError or Cancelled."""
+        with self._lock:
+            live = self._live
+        if live is None or live.epoch != attempt.epoch:
+            raise Cancelled(f"epoch {attempt.epoch} is closed")
+        links = LinkSet(live.membership, live.rank, frozenset({peer}))
+        pair = Group(label, group.ranks, group.timeout_s, lambda _, size: set(range(size)))
+        pair.take_role(live.rank)
+        with self._attempting(attempt, 0):
+            links.open_for([pair], self._ports.opener, attempt)
+        link = links.links[label][peer]
+        self._watcher.add(link)
+        return link
+
+    def _guarded(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            self._events.thread_died(error)
+
+    def _hung_up(self, link: Link, orderly: bool) -> None:
+        self.link_ended(link, f"rank {link.peer} {'stopped: it is poisoned' if orderly else 'hung up'}", orderly=orderly)
+
+    def _break_a_link(self) -> None:
+        """For the fault `close_link`: as if the network had cut it."""
+        with self._lock:
+            links = list(self._live.all_links()) if self._live is not None else []
+        if links:
+            links[-1].sock.shutdown(socket.SHUT_RDWR)
+
+    def close_copies(self) -> None:
+        """In a forked child: an inherited descriptor would keep the peers from noticing that this process died."""
+        self._ports.listener.close_copy()
+        self._watcher.close_copy()
+        shelves = [*self._opened.values(), *self._staged.values()]
+        for links in [*shelves, *([self._live] if self._live is not None else [])]:
+            for link in links.all_links():
+                link.close_copy()
+        for link in [*self._replaced, *(link for links in self.pairs.links().values() for link in links.values())]:
+            link.close_copy()
+
+
+_EVERY_EPOCH = (1 << 63) - 1
+_fabrics: list[weakref.ref[Fabric]] = []
 
 
 def current() -> Fabric:
     """The process's fabric. Raises RuntimeError when there is none."""
-    raise RuntimeError("no fabric")
+    for reference in reversed(_fabrics):
+        fabric = reference()
+        if fabric is not None:
+            return fabric
+    raise RuntimeError("the tmd backend needs a Session (or a Fabric) in this process before a process group is made")
+
+
+def _register(fabric: Fabric) -> None:
+    _fabrics.append(weakref.ref(fabric))
+
+
+def _forget(fabric: Fabric) -> None:
+    _fabrics[:] = [reference for reference in _fabrics if reference() not in (None, fabric)]
+
+
+def _close_copies() -> None:
+    for reference in _fabrics:
+        fabric = reference()
+        if fabric is not None:
+            fabric.close_copies()
+
+
+os.register_at_fork(after_in_child=_close_copies)

@@ -1,0 +1,118 @@
+"""What becomes of a collective that is called now: sent, answered locally with valid values, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tmd_worker.core.rank import Admission
+from tmd_worker.discard import StepDiscarded
+from tmd_worker.transport.collectives import LinkTable
+from tmd_worker.transport.group import Group
+from tmd_worker.transport.recording import BuildRecording
+from tmd_worker.transport.work import Operation, TmdWork
+
+_REMEDY = (
+    "{name} was called after this step's commit vote and before its end: if it failed on some ranks only, they would go on with "
+    "different values. Move it before optimizer.step(), or, if its result is only logged, put it in `with session.log_only():`"
+)
+
+
+class Admits(Protocol):
+    def admit(self, *, in_autograd: bool, log_only: bool) -> Admission:
+        """What becomes of a collective that is called now."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a process group's method."""
+
+    name: str
+    group: Group
+    #: What the future of the work yields.
+    result: Any
+    #: What the call writes.
+    outputs: Sequence[Tensor]
+    #: Hands it to whatever thread runs it, with the links that are live now.
+    dispatch: Callable[[Operation, LinkTable], None]
+    #: Writes valid values without any peer.
+    local: Callable[[], None]
+    #: It is counted, so that its answer can be recorded and replayed.
+    collective: bool = True
+
+
+class Calls:
+    """The rules for one process."""
+
+    def __init__(self, admits: Admits) -> None:
+        self._admits = admits
+        #: While True every collective is local, with valid values.
+        self.sandbox = False
+        #: Takes the answers of live collectives while the script builds.
+        self.recorder: BuildRecording | None = None
+        #: Has the answers that sandboxed collectives give.
+        self.rehearsal: BuildRecording | None = None
+        self._log_only = 0
+
+    @contextlib.contextmanager
+    def log_only(self) -> Iterator[None]:
+        self._log_only += 1
+        try:
+            yield
+        finally:
+            self._log_only -= 1
+
+    def begin(self, call: Call) -> TmdWork:
+        """Raises StepDiscarded when poisoned, RuntimeError after the vote."""
+        log_only = self._log_only > 0
+        admission = self.admission(log_only=log_only)
+        if admission is Admission.DISCARD:
+            raise StepDiscarded(f"{call.name} was called in a step whose links are closed")
+        if admission is Admission.AFTER_VOTE:
+            raise RuntimeError(_REMEDY.format(name=call.name))
+        work = TmdWork(call.result, lambda: self._complaint(call.name))
+        operation = Operation(call.name, call.outputs, call.local, work, log_only)
+        if call.collective:
+            operation.index = call.group.next_index()
+        if admission is Admission.PROCEED:
+            table = call.group.table
+            if table is None:
+                operation.discard()  # closed since it was admitted
+            else:
+                call.dispatch(operation, table)
+        elif admission is Admission.SANDBOX:
+            if not self._replayed(call, operation):
+                operation.complete_locally()
+        else:
+            operation.discard_quietly()
+        return work
+
+    def admission(self, *, log_only: bool = False) -> Admission:
+        """As of now, in the calling thread."""
+        if self.sandbox:
+            return Admission.SANDBOX
+        in_autograd = torch._C._current_graph_task_id() != -1
+        return self._admits.admit(in_autograd=in_autograd, log_only=log_only)
+
+    def _complaint(self, name: str) -> BaseException | None:
+        """What waiting on a discarded operation raises now: nothing inside autograd."""
+        admission = self.admission()
+        if admission in (Admission.LOCAL, Admission.SANDBOX):
+            return None
+        if admission is Admission.AFTER_VOTE:
+            return RuntimeError(_REMEDY.format(name=f"the wait for {name}"))
+        return StepDiscarded(f"a link broke during {name}")
+
+    def _replayed(self, call: Call, operation: Operation) -> bool:
+        rehearsal = self.rehearsal
+        if rehearsal is None or not call.collective:
+            return False
+        if not rehearsal.replay(call.group.name, operation.index, call.name, call.outputs):
+            return False
+        operation.complete()
+        return True

@@ -1,0 +1,67 @@
+"""The dialer's side of the handshake, over a real socket, with a deadline."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+from tmd.protocol.membership import Member
+from tmd_worker.transport import handshake
+from tmd_worker.transport.handshake import Hello, Verdict
+
+
+class LinkError(ConnectionError):
+    """Links could not be opened; the text names the peer and why."""
+
+
+class Cancelled(LinkError):
+    """The epoch whose links were being opened was closed meanwhile."""
+
+
+def dial(
+    member: Member, key: bytes, hello: Hello, deadline_s: float, on_socket: Callable[[socket.socket], None]
+) -> tuple[socket.socket, Verdict]:
+    """One attempt. `deadline_s` is a moment of time.monotonic(). `on_socket` learns of the socket before anything can block.
+
+    The socket is of use only if the verdict is ok. Raises LinkError.
+    """
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        on_socket(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_deadline(sock, deadline_s)
+        sock.connect((member.host, member.port))
+        greeted = _receive(sock, handshake.GREETING_BYTES, deadline_s)
+        if not greeted.startswith(handshake.GREETING):
+            raise handshake.HandshakeRefused("something else than tmd answers there")
+        sock.sendall(handshake.seal_hello(key, greeted, hello))
+        size = handshake.body_bytes(_receive(sock, handshake.LENGTH.size, deadline_s))
+        sealed = _receive(sock, size + handshake.MAC_BYTES, deadline_s)
+        verdict = handshake.open_verdict(key, greeted, hello, sealed[:size], sealed[size:])
+    except (OSError, handshake.HandshakeRefused) as error:
+        sock.close()
+        why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+        raise LinkError(f"{member.incarnation} on {member.node} ({member.host}:{member.port}): {why}") from None
+    except BaseException:
+        sock.close()
+        raise
+    return sock, verdict
+
+
+def _set_deadline(sock: socket.socket, deadline_s: float) -> None:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    sock.settimeout(left_s)
+
+
+def _receive(sock: socket.socket, size: int, deadline_s: float) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        _set_deadline(sock, deadline_s)
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise ConnectionError("closed the connection during the handshake: it does not hold this job's key, or is ending")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,61 @@
+"""The links of one epoch: all groups', opened together, swapped together, closed together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from tmd.protocol.membership import Membership
+from tmd_worker.transport.group import Group
+from tmd_worker.transport.link import Link
+from tmd_worker.transport.opening import Attempt, LinkRequest, Opener
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class LinkSet:
+    """Group name -> global rank -> link, under one membership in which this process is `rank`."""
+
+    membership: Membership
+    rank: int
+    #: Only links to these ranks are part of it (None: to all).
+    only: frozenset[int] | None = None
+    links: dict[str, dict[int, Link]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def epoch(self) -> int:
+        return self.membership.epoch
+
+    def all_links(self) -> Iterator[Link]:
+        for links in self.links.values():
+            yield from links.values()
+
+    def open_for(self, groups: list[Group], opener: Opener, attempt: Attempt) -> int:
+        """Opens what these groups need and adds it; returns how many links. Raises LinkError or Cancelled."""
+        wanted = {group.name: group.neighbours() for group in groups}
+        requests = [
+            LinkRequest(name, peer, self.membership.members[peer])
+            for name, peers in wanted.items()
+            for peer in sorted(peers)
+            if self.only is None or peer in self.only
+        ]
+        sockets = opener.open(requests, self.rank, attempt)
+        timeouts_s = {group.name: group.timeout_s for group in groups}
+        opened: dict[str, dict[int, Link]] = {name: {} for name in wanted}
+        for request, sock in sockets.items():
+            opened[request.group][request.peer] = Link(
+                sock, peer=request.peer, epoch=self.epoch, timeout_s=timeouts_s[request.group]
+            )
+        self.links.update(opened)
+        return len(sockets)
+
+    def succeed(self, successor: LinkSet, leavers: frozenset[int]) -> tuple[LinkSet, list[Link]]:
+        """This set after the flip: links to leavers replaced by the successor's, the others kept. Also returns the replaced."""
+        replaced = []
+        links = {}
+        for name, old in self.links.items():
+            replaced += [link for peer, link in old.items() if peer in leavers]
+            links[name] = {peer: link for peer, link in old.items() if peer not in leavers} | successor.links.get(name, {})
+        after = LinkSet(successor.membership, self.rank, None, links)
+        for link in after.all_links():
+            link.epoch = after.epoch
+        return after, replaced

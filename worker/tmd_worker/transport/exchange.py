@@ -1,0 +1,102 @@
+"""A full-duplex transfer between a link to send on and a link to receive from, in one thread."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+
+from tmd_worker.transport.link import HANG_UP, Link, LinkEnded
+from tmd_worker.transport.wire import Kind
+
+
+def exchange(
+    out: Link,
+    outgoing: list[memoryview],
+    source: Link,
+    incoming: list[memoryview],
+    epoch: int,
+    on_frame: Callable[[int], None] | None = None,
+) -> None:
+    """Sends frames (at most 1 MiB each) to one link while it receives frames from another, or from the same one.
+
+    `on_frame(i)` is called as soon as incoming frame i is complete. Raises LinkEnded.
+    """
+    with out.tx_lock:
+        _Exchange(out, outgoing, source, incoming, epoch, on_frame).run()
+
+
+class _Exchange:
+    """A full-duplex transfer in one thread: whichever direction can go on goes on."""
+
+    def __init__(
+        self,
+        out: Link,
+        outgoing: list[memoryview],
+        source: Link,
+        incoming: list[memoryview],
+        epoch: int,
+        on_frame: Callable[[int], None] | None,
+    ) -> None:
+        self._out, self._outgoing = out, outgoing
+        self._source, self._incoming = source, incoming
+        self._epoch, self._on_frame = epoch, on_frame
+        self._begun = 0
+        self._arrived = 0
+        self._sending = False
+
+    def run(self) -> None:
+        if self._incoming:
+            self._source.expect(self._incoming[0])
+        while True:
+            sent = self._send()
+            got = self._receive()
+            if self._done_sending() and self._arrived == len(self._incoming):
+                return
+            if not sent and not got:
+                self._wait()
+
+    def _done_sending(self) -> bool:
+        return not self._sending and self._begun == len(self._outgoing)
+
+    def _send(self) -> bool:
+        """Pushes frames until the kernel takes no more; True if a frame went out."""
+        progress = False
+        while not self._done_sending():
+            if not self._sending:
+                self._out.begin_frame(Kind.DATA, self._epoch, self._outgoing[self._begun])
+                self._begun += 1
+                self._sending = True
+            if not self._out.push():
+                break
+            self._sending = False
+            progress = True
+        return progress
+
+    def _receive(self) -> bool:
+        """Takes one frame if it is there; True if one was completed."""
+        if self._arrived == len(self._incoming) or not self._source.pull(Kind.DATA, self._epoch):
+            return False
+        number = self._arrived
+        self._arrived += 1
+        if self._on_frame is not None:
+            self._on_frame(number)
+        if self._arrived < len(self._incoming):
+            self._source.expect(self._incoming[self._arrived])
+        return True
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        wanted: dict[int, int] = {}
+        if not self._done_sending():
+            wanted[self._out.fd] = select.POLLOUT | select.POLLRDHUP
+        if self._arrived < len(self._incoming):
+            wanted[self._source.fd] = wanted.get(self._source.fd, 0) | select.POLLIN
+        for fd, events in wanted.items():
+            poll.register(fd, events)
+        timeout_s = self._source.timeout_s
+        ready = poll.poll(timeout_s * 1000 if timeout_s else None)
+        if not ready:
+            raise LinkEnded(self._source, f"neither took nor sent data for {timeout_s:.0f} s")
+        for fd, events in ready:
+            if fd == self._out.fd and events & HANG_UP and not events & select.POLLIN:
+                raise self._out.ended("hung up")

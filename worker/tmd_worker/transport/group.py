@@ -1,0 +1,141 @@
+"""One process group: its members, the links that are live, and the thread that runs its operations in order."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tmd_worker.transport.collectives import LinkTable
+from tmd_worker.transport.dialing import LinkError
+from tmd_worker.transport.link import Link, LinkEnded
+from tmd_worker.transport.recording import BuildRecording
+from tmd_worker.transport.topology import collective_neighbours
+from tmd_worker.transport.work import Operation, TmdWork
+
+
+class Guard(Protocol):
+    """What a thread that uses links needs of the fabric."""
+
+    @property
+    def recorder(self) -> BuildRecording | None:
+        """Takes the answers of collectives, while the script builds."""
+
+    def is_closed(self, epoch: int) -> bool:
+        """That epoch is over for this process."""
+
+    def link_ended(self, link: Link, reason: str, *, orderly: bool) -> None:
+        """Tells the runtime, unless this process closed the link itself."""
+
+    def spawn(self, name: str, body: Callable[[], None]) -> None:
+        """A thread whose exceptions end the process."""
+
+
+class Refused(Exception):
+    """This one operation cannot be done because of what the script asked for; its wait() says so."""
+
+
+def execute(guard: Guard, operation: Operation, epoch: int, action: Callable[[], None]) -> None:
+    """Runs one operation to its end, whatever that is. Only a bug (Desync, a wrong tensor) gets out of here."""
+    if guard.is_closed(epoch):
+        operation.discard()
+        return
+    try:
+        with torch.no_grad():
+            action()
+    except LinkEnded as ended:
+        guard.link_ended(ended.link, str(ended), orderly=ended.orderly)
+        reason = str(ended)
+    except LinkError as error:
+        reason = str(error)
+    except Refused as error:
+        operation.fail(str(error))
+        return
+    else:
+        operation.complete()
+        return
+    if guard.is_closed(epoch):
+        operation.discard()
+    else:
+        operation.fail(f"{reason}, and nothing is poisoned: the job is ending, or the ranks disagree about that")
+
+
+class Group:
+    """`ranks` are the members' global ranks in group order; they never change, who holds them does."""
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        timeout_s: float,
+        neighbours: Callable[[int, int], set[int]] = collective_neighbours,
+    ) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        self.size = len(ranks)
+        #: This process's place in the group.
+        self.rank = 0
+        #: The live links, or None: replaced as a whole, so an operation that has begun keeps its own.
+        self.table: LinkTable | None = None
+        #: The operation that was queued last.
+        self.last: TmdWork | None = None
+        self._neighbours = neighbours
+        self._queue: queue.SimpleQueue[tuple[Operation, LinkTable, Callable[[LinkTable], None]] | None] = queue.SimpleQueue()
+        self._calls = 0
+        self._running = False
+
+    def take_role(self, rank: int) -> None:
+        """`rank` is global. Raises ValueError if the group was built without it."""
+        if rank not in self.ranks:
+            raise ValueError(
+                f"this process cannot become rank {rank}: its group {self.name} was built for ranks {list(self.ranks)}; "
+                "groups of other roles need a process that was started for that role"
+            )
+        self.rank = self.ranks.index(rank)
+
+    def neighbours(self) -> set[int]:
+        """Global ranks that this process needs a link to."""
+        return {self.ranks[place] for place in self._neighbours(self.rank, self.size)} - {self.ranks[self.rank]}
+
+    def table_of(self, epoch: int, links: dict[int, Link]) -> LinkTable:
+        """From links by global rank."""
+        places = {rank: place for place, rank in enumerate(self.ranks)}
+        return LinkTable(epoch, self.rank, self.size, {places[peer]: link for peer, link in links.items()})
+
+    def next_index(self) -> int:
+        index, self._calls = self._calls, self._calls + 1
+        return index
+
+    def submit(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
+        """Runs the operation after all that were submitted before it, in the group's thread (none for a group of one)."""
+        if self.size == 1:
+            self._run_one(guard, operation, table, action)
+            return
+        if not self._running:
+            self._running = True
+            guard.spawn(f"group-{self.name}", lambda: self._run(guard))
+        self.last = operation.work
+        self._queue.put((operation, table, action))
+
+    def end_thread(self) -> None:
+        if self._running:
+            self._queue.put(None)
+
+    def _run(self, guard: Guard) -> None:
+        while (item := self._queue.get()) is not None:
+            self._run_one(guard, *item)
+
+    def _run_one(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
+        def held() -> None:
+            table.hold()
+            try:
+                action(table)
+            finally:
+                table.release()
+            if guard.recorder is not None:
+                guard.recorder.add(self.name, operation.index, operation.name, operation.outputs)
+
+        execute(guard, operation, table.epoch, held)

@@ -1,0 +1,356 @@
+"""One connection to one peer, cut into frames.
+
+Contract: at most one thread reads a link at a time, and it declares itself with `hold`/`release`; whoever sends has
+`tx_lock`. `interrupt` and `stop` may come from any thread at any time: a thread that waits on the link wakes up with
+LinkEnded, and the descriptor is closed only once nobody uses it, so a number that was reused is never touched.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+
+from tmd_worker import faults
+from tmd_worker.transport.wire import (
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_PAYLOAD_BYTES,
+    STOP_FRAME,
+    Kind,
+    StaleFrame,
+    check_header,
+)
+
+Buffer = bytes | bytearray | memoryview
+
+#: How long closing waits for a thread in the middle of a frame to get out of it.
+SEND_PATIENCE_S = 0.05
+#: Room before a staged payload: the header ends where an aligned payload begins.
+_LEAD_BYTES = 64 - HEADER_BYTES
+_NO_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
+class LinkEnded(Exception):
+    """The link is closed, or what came from it is refused. `orderly`: the peer said STOP, so it lives."""
+
+    def __init__(self, link: Link, reason: str, *, orderly: bool = False) -> None:
+        super().__init__(f"rank {link.peer} {reason}")
+        self.link = link
+        self.orderly = orderly
+
+
+class Link:
+    """See the module's contract. `peer` is a global rank; `epoch` the one that a hang-up would break."""
+
+    __slots__ = (
+        "__weakref__",
+        "_closed",
+        "_filled",
+        "_head",
+        "_head_view",
+        "_out",
+        "_payload",
+        "_staging",
+        "_staging_view",
+        "ending",
+        "epoch",
+        "fd",
+        "held",
+        "ignored",
+        "local",
+        "peer",
+        "received",
+        "remote",
+        "saw_stop",
+        "sent",
+        "sock",
+        "timeout_s",
+        "tx_lock",
+        "unsent",
+    )
+
+    def __init__(self, sock: socket.socket, *, peer: int, epoch: int, timeout_s: float) -> None:
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.local: tuple[str, int] = sock.getsockname()[:2]
+        try:
+            self.remote: tuple[str, int] = sock.getpeername()[:2]
+        except OSError:
+            self.remote = ("", 0)  # gone already; whoever watches or reads it will find out
+        self.peer = peer
+        self.epoch = epoch
+        #: Frames so far, per direction.
+        self.sent = 0
+        self.received = 0
+        self.tx_lock = threading.Lock()
+        #: Bytes of the current frame that have not left.
+        self.unsent = 0
+        self.held = 0
+        #: This side has begun to close it.
+        self.ending = False
+        #: Nobody cares any more when it breaks (a leaver's link after the flip).
+        self.ignored = False
+        self.saw_stop = False
+        self._closed = False
+        self._out: list[memoryview] = []
+        self._head = bytearray(HEADER_BYTES)
+        self._head_view = memoryview(self._head)
+        self._payload = memoryview(b"")
+        self._filled = 0
+        self._staging = bytearray()
+        self._staging_view = memoryview(self._staging)
+        self.timeout_s = -1.0
+        self.set_timeout(timeout_s)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long a blocking receive waits for the peer (0: for ever), and a send for room."""
+        if timeout_s != self.timeout_s:
+            self.timeout_s = timeout_s
+            seconds = int(timeout_s)
+            try:
+                value = struct.pack("@qq", seconds, int((timeout_s - seconds) * 1e6))
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+            except OSError:
+                pass  # closed meanwhile; the next receive says so
+
+    # ---------------------------------------------------------------- sending
+
+    def send(self, kind: Kind, epoch: int, payload: Buffer) -> None:
+        """Sends one frame; returns once the kernel has all of it. Raises LinkEnded."""
+        try:
+            with self.tx_lock:
+                self.begin_frame(kind, epoch, payload)
+                self.push_all()
+        finally:
+            if self.ending:
+                self._close_if_unused()
+
+    def begin_frame(self, kind: Kind, epoch: int, payload: Buffer) -> None:
+        """Makes this the current frame; `push` sends it. The caller has tx_lock."""
+        size = len(payload)
+        header = HEADER.pack(MAGIC, kind, epoch, self.sent, size)
+        self.sent += 1
+        self._out = [memoryview(header), memoryview(payload)]
+        self.unsent = HEADER_BYTES + size
+        if kind is Kind.DATA and size > 1 and faults.armed("frame"):
+            self._send_half(header, memoryview(payload))
+
+    def push(self) -> bool:
+        """Sends what fits without waiting; True once the frame is out. Raises LinkEnded."""
+        out = self._out
+        if self.ending:
+            raise LinkEnded(self, "was closed by this side")
+        try:
+            count = self.sock.sendmsg(out, (), _NO_WAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self.ended(f"does not take data any more ({error.strerror})") from None
+        self.unsent -= count
+        if not self.unsent:
+            self._out = []
+            return True
+        while out and count >= len(out[0]):
+            count -= len(out.pop(0))
+        out[0] = out[0][count:]
+        return False
+
+    def push_all(self) -> None:
+        """Sends the current frame to its end, waiting for room. The caller has tx_lock. Raises LinkEnded."""
+        if self.push():
+            return
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT | select.POLLRDHUP)
+        while not self.push():
+            events = poll.poll(self.timeout_s * 1000 if self.timeout_s else None)
+            if not events:
+                raise LinkEnded(self, f"took no data for {self.timeout_s:.0f} s")
+            if events[0][1] & HANG_UP:
+                raise self.ended("hung up")
+
+    def _send_half(self, header: bytes, payload: memoryview) -> None:
+        """For the fault point in the middle of a frame."""
+        half = len(payload) // 2
+        rest, self._out = payload[half:], [memoryview(header), payload[:half]]
+        self.unsent = HEADER_BYTES + half
+        self.push_all()
+        self._out, self.unsent = [rest], len(rest)
+        faults.point("frame")
+
+    # ---------------------------------------------------------------- receiving
+
+    def hold(self) -> None:
+        """The calling thread is going to read: it will see the end of this link itself."""
+        self.held += 1
+
+    def release(self) -> None:
+        self.held -= 1
+        if self.ending:
+            self._close_if_unused()
+
+    def receive_small(self, kind: Kind, epoch: int, size_bytes: int) -> memoryview:
+        """The payload of one frame in a buffer of this link that the next receive overwrites. Raises LinkEnded."""
+        need = HEADER_BYTES + size_bytes
+        if len(self._staging) < _LEAD_BYTES + need:
+            self._staging = bytearray(_LEAD_BYTES + need)
+            self._staging_view = memoryview(self._staging)
+        frame = self._staging_view[_LEAD_BYTES : _LEAD_BYTES + need]
+        filled = 0
+        while filled < need:
+            filled += self._read(frame[filled:] if filled else frame, socket.MSG_WAITALL)
+            if filled >= HEADER_BYTES:
+                self._check(frame, kind, epoch, size_bytes)
+        self.received += 1
+        return frame[HEADER_BYTES:]
+
+    def receive(self, kind: Kind, epoch: int, payload: memoryview) -> None:
+        """One frame of exactly this size, its payload straight into place. Raises LinkEnded."""
+        self.expect(payload)
+        while not self.pull(kind, epoch, socket.MSG_WAITALL):
+            pass
+
+    def receive_header(self) -> tuple[Kind, int, int, int]:
+        """(kind, epoch, sequence, size) of a frame whose size is the sender's choice; `read_payload` follows."""
+        filled = 0
+        while filled < HEADER_BYTES:
+            filled += self._read(self._head_view[filled:], socket.MSG_WAITALL)
+        magic, kind, epoch, sequence, size = HEADER.unpack(self._head)
+        if magic == MAGIC and kind == Kind.STOP:
+            raise self._stopped()
+        if magic != MAGIC or sequence != self.received or size > MAX_PAYLOAD_BYTES or kind not in Kind._value2member_map_:
+            raise LinkEnded(self, f"sent a frame that cannot be read: {bytes(self._head).hex()}")
+        self.received += 1
+        return Kind(kind), epoch, sequence, size
+
+    def read_payload(self, into: memoryview) -> None:
+        """The bytes that a `receive_header` announced, or a part of them. Raises LinkEnded."""
+        filled = 0
+        while filled < len(into):
+            filled += self._read(into[filled:], socket.MSG_WAITALL)
+
+    def expect(self, payload: memoryview) -> None:
+        """Makes this the place of the next frame's payload; `pull` fills it."""
+        self._payload = payload
+        self._filled = -HEADER_BYTES
+
+    def pull(self, kind: Kind, epoch: int, flags: int = socket.MSG_DONTWAIT) -> bool:
+        """Reads on; True once the frame is complete, False when there is nothing more for now. Raises LinkEnded."""
+        while self._filled < 0:
+            count = self._read(self._head_view[self._filled + HEADER_BYTES :], flags)
+            if not count:
+                return False
+            self._filled += count
+            if not self._filled:
+                self._check(self._head_view, kind, epoch, len(self._payload))
+        while self._filled < len(self._payload):
+            count = self._read(self._payload[self._filled :], flags, self._payload[: self._filled])
+            if not count:
+                return False
+            self._filled += count
+        self.received += 1
+        return True
+
+    def _read(self, into: memoryview, flags: int, before: memoryview | None = None) -> int:
+        """At least one byte; 0 only if `flags` says not to wait. `before`: what was read just before, in case it was a STOP."""
+        if self._closed:
+            raise LinkEnded(self, "was closed by this side")
+        try:
+            count = self.sock.recv_into(into, len(into), flags)
+        except BlockingIOError:
+            if flags & socket.MSG_DONTWAIT:
+                return 0
+            raise LinkEnded(self, f"was silent for {self.timeout_s:.0f} s") from None
+        except OSError as error:
+            raise LinkEnded(self, f"broke the connection ({error.strerror})", orderly=self._is_stop(before)) from None
+        if not count:
+            raise LinkEnded(self, "closed the connection", orderly=self._is_stop(before))
+        return count
+
+    def _check(self, header: memoryview, kind: Kind, epoch: int, size_bytes: int) -> None:
+        fields = HEADER.unpack_from(header)
+        if fields[1] == Kind.STOP and fields[0] == MAGIC:
+            raise self._stopped()
+        try:
+            check_header(fields, kind, epoch, self.received, size_bytes)
+        except StaleFrame as refused:
+            raise LinkEnded(self, str(refused)) from None
+
+    # ---------------------------------------------------------------- the end
+
+    def hung_up(self) -> bool:
+        """True if the peer has closed, whether or not something is left to read."""
+        poll = select.poll()
+        try:
+            poll.register(self.sock, select.POLLRDHUP)
+        except ValueError:
+            return True
+        return bool(poll.poll(0))
+
+    def ends_in_order(self) -> bool:
+        """True if the last that the peer sent is a STOP. Only for a link that hung up; reads nothing away."""
+        if self.saw_stop:
+            return True
+        try:
+            unread = self.sock.recv(8 << 20, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return unread.endswith(STOP_FRAME)
+
+    def interrupt(self) -> None:
+        """Wakes every thread that waits on this link; what was received already can still be read."""
+        self.ending = True
+        self._shutdown(socket.SHUT_RD)
+
+    def stop(self, *, keep_reading: bool = False) -> None:
+        """Says STOP if that is possible without waiting long, and closes. `keep_reading`: only this side's direction."""
+        if not keep_reading:
+            self.ending = True
+        locked = self.tx_lock.acquire(timeout=SEND_PATIENCE_S)
+        try:
+            if locked and not self._closed and (not self.unsent or self.unsent > HEADER_BYTES):
+                try:
+                    self.sock.send(STOP_FRAME, _NO_WAIT)
+                except OSError:
+                    pass  # best effort: the peer sees the end of the connection anyway
+            self._shutdown(socket.SHUT_WR if keep_reading else socket.SHUT_RDWR)
+        finally:
+            if locked:
+                self.tx_lock.release()
+        if not keep_reading:
+            self._close_if_unused()
+
+    def close_copy(self) -> None:
+        """In a forked child: closes the inherited descriptor without telling the peer."""
+        self._closed = self.ending = True
+        self.sock.close()
+
+    def _close_if_unused(self) -> None:
+        if self.held or not self.tx_lock.acquire(timeout=SEND_PATIENCE_S):
+            return  # whoever uses it closes it when done
+        self._closed = True
+        self.sock.close()
+        self.tx_lock.release()
+
+    def _shutdown(self, how: int) -> None:
+        try:
+            self.sock.shutdown(how)
+        except OSError:
+            pass  # the peer was faster
+
+    def _stopped(self) -> LinkEnded:
+        self.saw_stop = True
+        return LinkEnded(self, "stopped: it is poisoned", orderly=True)
+
+    def ended(self, reason: str) -> LinkEnded:
+        """While sending: the peer's last words tell whether it lives."""
+        return LinkEnded(self, reason, orderly=self.ends_in_order())
+
+    @staticmethod
+    def _is_stop(before: memoryview | None) -> bool:
+        return before is not None and before[-HEADER_BYTES:] == STOP_FRAME

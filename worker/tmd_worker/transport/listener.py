@@ -1,0 +1,172 @@
+"""The listening socket of a process: takes every connection through the handshake, in one thread that nobody can block.
+
+Contract: a connection that says nothing, garbage or too much costs a descriptor for at most HANDSHAKE_S; if too many are
+half open the oldest goes. What passes is handed to `accept`, which must not block.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+
+from tmd_worker.transport import handshake
+from tmd_worker.transport.handshake import Hello, Verdict
+
+HANDSHAKE_S = 5.0
+MAX_HALF_OPEN = 256
+_BACKLOG = 512
+
+
+class _HalfOpen:
+    """A connection that has been greeted and has not proven itself yet."""
+
+    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
+        self.sock = sock
+        self.deadline_s = deadline_s
+        self.greeted = handshake.greeting()
+        self._received = bytearray()
+        sock.setblocking(False)
+        sock.send(self.greeted)
+
+    def read(self, key: bytes) -> Hello | None:
+        """The hello once it is complete. Raises HandshakeRefused or OSError."""
+        while True:
+            missing = self._missing()
+            if not missing:
+                break
+            try:
+                data = self.sock.recv(missing)
+            except BlockingIOError:
+                return None
+            if not data:
+                raise handshake.HandshakeRefused("closed before its hello was complete")
+            self._received += data
+        prefix = handshake.LENGTH.size
+        body = bytes(self._received[prefix : -handshake.MAC_BYTES])
+        return handshake.open_hello(key, self.greeted, body, bytes(self._received[-handshake.MAC_BYTES :]))
+
+    def _missing(self) -> int:
+        prefix = handshake.LENGTH.size
+        if len(self._received) < prefix:
+            return prefix - len(self._received)
+        whole = prefix + handshake.body_bytes(self._received[:prefix]) + handshake.MAC_BYTES
+        return whole - len(self._received)
+
+
+class Listener:
+    """See the module's contract."""
+
+    def __init__(
+        self,
+        host: str,
+        port_range: tuple[int, int] | None,
+        key: bytes,
+        judge: Callable[[Hello], Verdict],
+        accept: Callable[[socket.socket, Hello], None],
+    ) -> None:
+        """`judge` decides about an authentic hello; `accept` gets the (blocking) socket of what it said ok to."""
+        self._sock = _bind(host, port_range)
+        self._sock.setblocking(False)
+        self.host: str = host
+        self.port: int = self._sock.getsockname()[1]
+        self._key = key
+        self._judge = judge
+        self._accept = accept
+        self._half_open: dict[int, _HalfOpen] = {}
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._epoll = select.epoll()
+        self._epoll.register(self._sock, select.EPOLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
+
+    def run(self) -> None:
+        """The thread's body; ends after close()."""
+        while not self._closing:
+            for fd, _ in self._epoll.poll(HANDSHAKE_S if self._half_open else None):
+                if fd == self._sock.fileno():
+                    self._greet_all()
+                elif fd in self._half_open:
+                    self._read(fd)
+            self._drop_late()
+        for fd in list(self._half_open):
+            self._drop(fd)
+        self._epoll.close()
+        self._sock.close()
+        os.close(self._wake)
+
+    def close(self) -> None:
+        """Ends the thread, which closes the socket."""
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+
+    def close_copy(self) -> None:
+        """In a forked child, which has no such thread: closes the inherited descriptors."""
+        self._sock.close()
+        self._epoll.close()
+        for half_open in self._half_open.values():
+            half_open.sock.close()
+
+    def _greet_all(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                return  # the peer gave up, or descriptors ran out: whoever means it tries again
+            if len(self._half_open) >= MAX_HALF_OPEN:
+                self._drop(next(iter(self._half_open)))
+            try:
+                half_open = _HalfOpen(sock, time.monotonic() + HANDSHAKE_S)
+                self._epoll.register(sock, select.EPOLLIN)
+            except OSError:
+                sock.close()
+                continue
+            self._half_open[sock.fileno()] = half_open
+
+    def _read(self, fd: int) -> None:
+        half_open = self._half_open[fd]
+        try:
+            hello = half_open.read(self._key)
+            if hello is None:
+                return
+            verdict = self._judge(hello)
+            half_open.sock.send(handshake.seal_verdict(self._key, half_open.greeted, hello, verdict))
+        except (handshake.HandshakeRefused, OSError):
+            self._drop(fd)  # without a word: a stranger learns nothing
+            return
+        if verdict.answer != "ok":
+            self._drop(fd)
+            return
+        self._epoll.unregister(fd)
+        del self._half_open[fd]
+        half_open.sock.setblocking(True)
+        self._accept(half_open.sock, hello)
+
+    def _drop_late(self) -> None:
+        now_s = time.monotonic()
+        for fd in [fd for fd, half_open in self._half_open.items() if half_open.deadline_s < now_s]:
+            self._drop(fd)
+
+    def _drop(self, fd: int) -> None:
+        self._epoll.unregister(fd)
+        self._half_open.pop(fd).sock.close()
+
+
+def _bind(host: str, port_range: tuple[int, int] | None) -> socket.socket:
+    """Listens on the first free port of the range, or on any."""
+    first, last = port_range if port_range is not None else (0, 0)
+    for port in range(first, last + 1):
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.bind((host, port))
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            sock.close()
+            refusal = error
+            continue
+        return sock
+    raise OSError(refusal.errno, f"no port of {first} to {last} on {host} can be listened on: {refusal.strerror}")

@@ -1,0 +1,190 @@
+"""Many links at once: the higher rank of a pair dials, the lower one takes what its listener has accepted."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Iterable
+
+from tmd.protocol.membership import Member
+from tmd_worker.transport.dialing import Cancelled, LinkError, dial
+from tmd_worker.transport.handshake import LINK, Hello, new_nonce
+
+#: Pauses between attempts at a peer that has not heard of the epoch yet.
+RETRY_FIRST_S = 0.001
+RETRY_MAX_S = 0.02
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinkRequest:
+    """A link that must exist: in which group, to which global rank, and who holds that rank."""
+
+    group: str
+    peer: int
+    member: Member
+
+
+class Attempt:
+    """One opening of links, which another thread may cancel; what it waits for then ends with Cancelled."""
+
+    def __init__(self, epoch: int, deadline_s: float) -> None:
+        self.epoch = epoch
+        #: A moment of time.monotonic().
+        self.deadline_s = time.monotonic() + deadline_s
+        self._changed = threading.Condition()
+        self._cancelled: str | None = None
+        self._dialing: socket.socket | None = None
+
+    def cancel(self, reason: str) -> None:
+        with self._changed:
+            self._cancelled = reason
+            if self._dialing is not None:
+                _shutdown(self._dialing)
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raises Cancelled."""
+        if self._cancelled is not None:
+            raise Cancelled(f"the links of epoch {self.epoch} are not wanted any more: {self._cancelled}")
+
+    def pause(self, seconds: float) -> None:
+        """Raises Cancelled as soon as that is so."""
+        with self._changed:
+            if self._cancelled is None:
+                self._changed.wait(seconds)
+        self.check()
+
+    def dialing(self, sock: socket.socket) -> None:
+        """This socket is about to block; cancel() shuts it down. Raises Cancelled if it came too late."""
+        with self._changed:
+            self.check()
+            self._dialing = sock
+
+    def forget_socket(self) -> None:
+        with self._changed:
+            self._dialing = None
+
+
+class Inbox:
+    """Sockets that the listener has accepted as links and nobody has taken yet. A newer one replaces an older one."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._sockets: dict[tuple[str, int, int, str], socket.socket] = {}
+
+    def put(self, sock: socket.socket, hello: Hello) -> None:
+        with self._changed:
+            key = (hello.group, hello.epoch, hello.rank, hello.incarnation)
+            older = self._sockets.pop(key, None)
+            self._sockets[key] = sock
+            self._changed.notify_all()
+        if older is not None:
+            older.close()
+
+    def take(self, request: LinkRequest, attempt: Attempt) -> socket.socket:
+        """Waits for the peer to dial. Raises LinkError or Cancelled."""
+        key = (request.group, attempt.epoch, request.peer, request.member.incarnation)
+        with self._changed:
+            while key not in self._sockets:
+                attempt.check()
+                left_s = attempt.deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise LinkError(
+                        f"rank {request.peer} ({request.member.incarnation} on {request.member.node}) did not open its link of "
+                        f"group {request.group} in time"
+                    )
+                self._changed.wait(left_s)
+            return self._sockets.pop(key)
+
+    def wake(self) -> None:
+        """Whoever waits looks again at whether it was cancelled."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self, epoch: int) -> None:
+        """Drops what nobody took for epochs up to this one."""
+        with self._changed:
+            stale = [self._sockets.pop(key) for key in list(self._sockets) if key[1] <= epoch]
+            self._changed.notify_all()
+        for sock in stale:
+            sock.close()
+
+    def drop(self, epoch: int, incarnation: str) -> None:
+        """Drops what one incarnation opened for one epoch."""
+        with self._changed:
+            stale = [self._sockets.pop(key) for key in list(self._sockets) if (key[1], key[3]) == (epoch, incarnation)]
+        for sock in stale:
+            sock.close()
+
+
+class Opener:
+    """Opens links for one process."""
+
+    def __init__(self, incarnation: str, key: bytes, inbox: Inbox) -> None:
+        self._incarnation = incarnation
+        self._key = key
+        self._inbox = inbox
+
+    def open(self, requests: Iterable[LinkRequest], rank: int, attempt: Attempt) -> dict[LinkRequest, socket.socket]:
+        """All of them or none. Raises LinkError or Cancelled."""
+        opened: dict[LinkRequest, socket.socket] = {}
+        todo = collections.deque(request for request in requests if request.peer < rank)
+        pause_s = RETRY_FIRST_S
+        try:
+            while todo:
+                request = todo.popleft()
+                sock, reason = self._dial(request, rank, attempt)
+                if sock is not None:
+                    opened[request] = sock
+                    pause_s = RETRY_FIRST_S
+                    continue
+                if time.monotonic() > attempt.deadline_s:
+                    raise LinkError(f"rank {request.peer} was not ready in time: {reason}")
+                todo.append(request)
+                attempt.pause(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
+            for request in requests:
+                if request.peer > rank:
+                    opened[request] = self._inbox.take(request, attempt)
+            attempt.check()
+        except BaseException:
+            for sock in opened.values():
+                sock.close()
+            raise
+        return opened
+
+    def _dial(self, request: LinkRequest, rank: int, attempt: Attempt) -> tuple[socket.socket | None, str]:
+        """(socket, "") or (None, why not yet). Raises LinkError for a final refusal."""
+        hello = Hello(
+            kind=LINK,
+            incarnation=self._incarnation,
+            peer_incarnation=request.member.incarnation,
+            nonce=new_nonce(),
+            group=request.group,
+            epoch=attempt.epoch,
+            rank=rank,
+            peer_rank=request.peer,
+        )
+        try:
+            sock, verdict = dial(request.member, self._key, hello, attempt.deadline_s, attempt.dialing)
+        except LinkError as error:
+            attempt.check()
+            raise LinkError(f"no link of group {request.group} to rank {request.peer}: {error}") from None
+        finally:
+            attempt.forget_socket()
+        if verdict.answer == "ok":
+            return sock, ""
+        sock.close()
+        if verdict.answer == "refused":
+            raise LinkError(f"rank {request.peer} refused a link of group {request.group}: {verdict.reason}")
+        return None, verdict.reason
+
+
+def _shutdown(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # not connected yet, or over already

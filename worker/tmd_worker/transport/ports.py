@@ -1,0 +1,89 @@
+"""The ways in and out of a process: its listener with all that is served there, and the connections it dials itself."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tmd.protocol.membership import Member
+from tmd_worker.transport.dialing import LinkError, dial
+from tmd_worker.transport.handshake import LINK, Hello, Verdict, new_nonce
+from tmd_worker.transport.listener import Listener
+from tmd_worker.transport.opening import RETRY_FIRST_S, RETRY_MAX_S, Inbox, Opener
+from tmd_worker.transport.tables import Tables
+
+Handler = Callable[[socket.socket, dict[str, Any]], None]
+Spawn = Callable[[str, Callable[[], None]], None]
+#: Per operation on a served connection, until its handler sets another one.
+SERVED_TIMEOUT_S = 60.0
+
+
+class Ports:
+    """Links go to the inbox; every other kind of connection to its handler, in a thread of its own."""
+
+    def __init__(
+        self, *, host: str, port_range: tuple[int, int] | None, key: bytes, incarnation: str, tables: Tables, spawn: Spawn
+    ) -> None:
+        self._key = key
+        self._incarnation = incarnation
+        self._tables = tables
+        self._spawn = spawn
+        self._handlers: dict[str, Handler] = {}
+        self.inbox = Inbox()
+        self.opener = Opener(incarnation, key, self.inbox)
+        self.listener = Listener(host, port_range, key, self._judge, self._accept)
+        spawn("listener", self.listener.run)
+
+    def serve(self, kind: str, handler: Handler) -> None:
+        self._handlers[kind] = handler
+
+    def connect(self, member: Member, kind: str, fields: dict[str, Any], timeout_s: float) -> socket.socket:
+        """Tries until the peer serves this kind. Raises LinkError."""
+        deadline_s = time.monotonic() + timeout_s
+        pause_s = RETRY_FIRST_S
+        while True:
+            hello = Hello(
+                kind=kind,
+                incarnation=self._incarnation,
+                peer_incarnation=member.incarnation,
+                nonce=new_nonce(),
+                fields=fields,
+            )
+            sock, verdict = dial(member, self._key, hello, deadline_s, lambda _: None)
+            if verdict.answer == "ok":
+                sock.settimeout(timeout_s)
+                return sock
+            sock.close()
+            if verdict.answer == "refused" or time.monotonic() + pause_s > deadline_s:
+                raise LinkError(f"{member.incarnation} on {member.node} refused a {kind} connection: {verdict.reason}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_MAX_S)
+
+    def close(self) -> None:
+        self.listener.close()
+
+    def _judge(self, hello: Hello) -> Verdict:
+        if hello.peer_incarnation != self._incarnation:
+            return Verdict(answer="refused", reason=f"{hello.peer_incarnation} is not here, {self._incarnation} is")
+        if hello.kind == LINK:
+            return self._tables.judge(hello)
+        if hello.kind in self._handlers:
+            return Verdict(answer="ok")
+        return Verdict(answer="retry", reason=f"nothing serves {hello.kind} connections here")
+
+    def _accept(self, sock: socket.socket, hello: Hello) -> None:
+        if hello.kind == LINK:
+            self.inbox.put(sock, hello)
+            return
+        handler = self._handlers[hello.kind]
+        sock.settimeout(SERVED_TIMEOUT_S)
+        self._spawn(f"serve-{hello.kind}", lambda: _handle(handler, sock, hello))
+
+
+def _handle(handler: Handler, sock: socket.socket, hello: Hello) -> None:
+    try:
+        handler(sock, {**hello.fields, "incarnation": hello.incarnation})
+    except OSError:
+        sock.close()  # the peer went away; what it wanted is of no use any more

@@ -1,0 +1,64 @@
+"""The commit vote on the wire: ballots go up the tree and are combined, the result comes down.
+
+Contract: whoever returns a result knows that every rank has sent its ballot. A break before the own ballot left proves that
+nobody can have a result; after that it is unknown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tmd_worker import faults
+from tmd_worker.core.ballot import BALLOT_BYTES, Ballot, tree_children, tree_parent
+from tmd_worker.transport.collectives import LinkTable
+from tmd_worker.transport.link import LinkEnded
+from tmd_worker.transport.wire import Kind
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VoteOutcome:
+    """`result` None: it broke. `broken`: the link that ended, which must be reported even when there is a result."""
+
+    result: Ballot | None
+    sent: bool
+    broken: LinkEnded | None = None
+
+
+def run_vote(table: LinkTable, ballot: Ballot, deadline_s: float) -> VoteOutcome:
+    """In the caller's thread, which holds the links meanwhile."""
+    for link in table.links.values():
+        link.set_timeout(deadline_s)
+    table.hold()
+    try:
+        return _vote(table, ballot)
+    finally:
+        table.release()
+
+
+def _vote(table: LinkTable, ballot: Ballot) -> VoteOutcome:
+    epoch = table.epoch
+    children = [table.links[child] for child in tree_children(table.rank, table.size)]
+    parent_rank = tree_parent(table.rank)
+    sent = False
+    try:
+        faults.point("vote.begin")
+        for child in children:
+            ballot = ballot.combine(Ballot.unpack(child.receive_small(Kind.BALLOT, epoch, BALLOT_BYTES)))
+        if parent_rank is not None:
+            parent = table.links[parent_rank]
+            sent = True
+            parent.send(Kind.BALLOT, epoch, ballot.pack())
+            faults.point("vote.after_up")
+            ballot = Ballot.unpack(parent.receive_small(Kind.RESULT, epoch, BALLOT_BYTES))
+    except LinkEnded as ended:
+        return VoteOutcome(None, sent, ended)
+    faults.point("vote.decided")
+    broken = None
+    packed = ballot.pack()
+    for number, child in enumerate(children):
+        try:
+            child.send(Kind.RESULT, epoch, packed)
+        except LinkEnded as ended:
+            broken = ended  # the result stands; the others below learn it from the resolution
+        faults.point(f"vote.child.{number}")
+    return VoteOutcome(ballot, True, broken)
