@@ -209,7 +209,7 @@ class Rig:
         self.folder = folder
         self._agents: list[Agent] = []
 
-    async def run(self, *arguments: str, environment: dict[str, str] | None = None, cwd: Path | None = None) -> Agent:
+    async def run(self, *arguments: str, environment: dict[str, str] | None = None, stdout: int | None = None) -> Agent:
         number = len(self._agents)
         out_path, err_path = self.folder / f"agent{number}.out", self.folder / f"agent{number}.err"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TMD_", "SLURM", "OMP_"))}
@@ -222,9 +222,9 @@ class Rig:
                 *arguments,
                 env={**inherited, "PYTHONPATH": path, "TMD_TEST_FOLDER": str(self.folder), **(environment or {})},
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=out,
+                stdout=out if stdout is None else stdout,
                 stderr=err,
-                cwd=cwd or self.folder,
+                cwd=self.folder,
                 start_new_session=True,
             )
         agent = Agent(process, out_path, err_path)

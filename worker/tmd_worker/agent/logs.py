@@ -21,8 +21,8 @@ _PIPE_BYTES = 1 << 20
 LINE_LIMIT_BYTES = 1 << 18
 #: After a rank's exit, how long a process it left behind may keep its pipe open.
 DRAIN_S = 2.0
-#: A progress bar's carriage return ends a line as well; one at the very end may still become \r\n.
-_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r(?=[^\n]))")
+#: A progress bar's carriage return ends a line as well.
+_LINE = re.compile(rb"[^\r\n]*(?:\r?\n|\r)")
 
 
 class Label:
@@ -45,16 +45,11 @@ class LineCutter:
 
     def feed(self, data: bytes) -> bytes:
         data = self._partial + data
-        prefix = self._label.prefix
-        end = 0
-        lines = []
-        for match in _LINE.finditer(data):
-            lines += [prefix, match.group()]
-            end = match.end()
+        # A carriage return at the very end may be half of \r\n: it waits.
+        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
         self._partial = data[end:]
-        if len(self._partial) > LINE_LIMIT_BYTES:
-            lines.append(self.rest())
-        return b"".join(lines)
+        lines = b"".join([self._label.prefix + line for line in _LINE.findall(data, 0, end)])
+        return lines + self.rest() if len(self._partial) > LINE_LIMIT_BYTES else lines
 
     def rest(self) -> bytes:
         """The line that was begun and not ended, ended."""
