@@ -75,7 +75,7 @@ def _judge(reference: Run, disturbed: Run, out: Path) -> bool:
     report = document(disturbed, verdict, median_step_s(reference.result))
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     show(report)
-    return report["bit_identical"] and report["stayers_restarted"] == 0
+    return bool(report["bit_identical"]) and report["stayers_restarted"] == 0
 
 
 def _demo(stack: Stack, shape: Shape, out: Path) -> int:
