@@ -67,4 +67,4 @@ def load_scaler(scaler: torch.amp.GradScaler, state: Any) -> None:
     """Also forgets what an interrupted step had unscaled: otherwise the next unscale_() would be refused."""
     if scaler.is_enabled():
         scaler.load_state_dict(state)
-    scaler._per_optimizer_states.clear()
+        scaler._per_optimizer_states.clear()
