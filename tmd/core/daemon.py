@@ -1,95 +1,276 @@
 """The daemon's state machine. Contract: every public method is one event at time `now` (seconds since the Unix epoch); it
 changes the state and returns instructions for the shell, in order. Nothing here blocks or does I/O, and nothing raises on
-bad input from outside: `Refused` is the one exception, for operators, with a message for them."""
+bad input from outside: `Refused` is the one exception, for operators, with a message for them.
+
+This module takes events to the jobs that they are about. What a job then does is decided in reconcile.py.
+"""
 
 from __future__ import annotations
 
-from tmd.core.instructions import Instruction
-from tmd.core.records import LedgerSnapshot, NodeState
+from tmd.core import agents, directives, forming, intake, invariants, requests, restore, show
+from tmd.core.ending import EXIT_CANCELLED, fail_job
+from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, WelcomeAgent
+from tmd.core.job import Job
+from tmd.core.journal import Journal
+from tmd.core.reconcile import reconcile
+from tmd.core.records import LedgerSnapshot, MigrationRecord, NodeState
+from tmd.core.requests import Refused
 from tmd.core.settings import CoreSettings
+from tmd.core.upkeep import release_nodes
 from tmd.core.views import JobView, MigrationView, NodeView, RankView
-from tmd.protocol.agent import AgentHello, AgentStatus
+from tmd.protocol.agent import AgentHello, AgentStatus, AgentWelcome
+from tmd.protocol.codec import PROTOCOL
 
-
-class Refused(ValueError):
-    """An operator's request that cannot be granted; the text says what, why and what to do."""
+__all__ = ["DaemonCore", "Refused"]
 
 
 class DaemonCore:
     """All jobs of this daemon."""
 
-    def __init__(self, settings: CoreSettings, *, generation: int, snapshot: LedgerSnapshot | None = None) -> None: ...
+    def __init__(self, settings: CoreSettings, *, generation: int, snapshot: LedgerSnapshot | None = None) -> None:
+        snapshot = snapshot or LedgerSnapshot()
+        self._settings = settings
+        self._journal = Journal(snapshot.last_event_id)
+        self._sequence = directives.Sequence(generation)
+        self._paused = snapshot.paused
+        self._jobs = {record.job_id: restore.restore_job(record, snapshot, settings, self._journal) for record in snapshot.jobs}
+        #: Agent -> its job.
+        self._job_of = {agent_id: job for job in self._jobs.values() for agent_id in job.agents}
+        #: The resource manager's word, by node.
+        self._node_states: dict[str, tuple[NodeState, str]] = {}
+        #: Jobs from the ledger whose deadlines do not count yet: no event has told the time.
+        self._restored = list(self._jobs.values())
 
-    # agents
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    # ---------------------------------------------------------------- agents
+
     def agent_hello(self, now: float, hello: AgentHello, job_key: bytes) -> list[Instruction]:
         """Idempotent: an agent that reconnects says hello again. `job_key` is used if the job is new (made by the shell)."""
-        raise NotImplementedError
+        self._begin(now)
+        reason = agents.misfit(hello)
+        if reason is not None:
+            return self._refuse(now, hello, reason)
+        job = self._jobs.get(hello.job_id)
+        if job is None:
+            job = Job(agents.new_job(now, hello, job_key), self._settings, self._journal)
+        reason = agents.fence_reason(job, hello) or agents.difference(job.record, hello) or agents.crowded_out(job, hello, now)
+        if reason is not None:
+            return self._refuse(now, hello, reason)
+        return self._admit(now, job, hello)
 
     def agent_status(self, now: float, status: AgentStatus) -> list[Instruction]:
-        raise NotImplementedError
+        self._begin(now)
+        job = self._job_of.get(status.agent_id)
+        if job is None:
+            return []
+        agent = job.agents[status.agent_id]
+        if agent.fenced:
+            return [RefuseAgent(agent.agent_id, agent.fenced)]
+        if not intake.take_status(job, now, agent, status):
+            return []
+        return self._carry_on(now, job)
 
     def agent_gone(self, now: float, agent_id: str) -> list[Instruction]:
         """Its connection closed."""
-        raise NotImplementedError
+        self._begin(now)
+        job = self._job_of.get(agent_id)
+        if job is None or not job.agents[agent_id].connected:
+            return []
+        agent = job.agents[agent_id]
+        agent.connected = agent.reported = False
+        agent.gone_s = now
+        if agent.serves and not job.over:
+            job.tell(now, agent.node, "disconnected", f"the connection of {agent.node}'s agent closed")
+        return self._carry_on(now, job)
 
-    # resource manager
+    # ---------------------------------------------------------------- resource manager
+
     def node_state(self, now: float, node: str, state: NodeState, reason: str) -> list[Instruction]:
         """draining starts planned migrations, down means its ranks are lost, up ends a drain that has not flipped."""
-        raise NotImplementedError
+        self._begin(now)
+        self._node_states[node] = (state, reason)
+        touched = []
+        for job in self._jobs.values():
+            known = job.nodes.get(node)
+            if known is None or job.over or (known.state, known.reason) == (state, reason):
+                continue
+            job.set_node(now, node, state=state, reason=reason)
+            if known.state != state:
+                job.drained_since_s[node] = now
+                job.tell(now, node, "node", f"{node} is {state}{f': {reason}' if reason else ''}", 0)
+            touched.append(job)
+        return self._carry_on(now, *touched)
 
-    # operators
+    # ---------------------------------------------------------------- operators
+
     def request_migration(
         self, now: float, job_id: str, *, node: str | None = None, rank: int | None = None, to_node: str | None = None, who: str
     ) -> tuple[str, list[Instruction]]:
         """Returns the migration's id. Raises Refused."""
-        raise NotImplementedError
+        self._begin(now)
+        job = self._existing_job(job_id)
+        move = requests.check(job, now, node=node, rank=rank, to_node=to_node)
+        migration_id = requests.create(job, now, move, f"operator {who}")
+        return migration_id, self._carry_on(now, job)
 
     def explain_migration(
         self, now: float, job_id: str, *, node: str | None = None, rank: int | None = None, to_node: str | None = None
     ) -> str:
         """What request_migration would do, in words (--dry-run). Raises Refused."""
-        raise NotImplementedError
+        job = self._existing_job(job_id)
+        move = requests.check(job, now, node=node, rank=rank, to_node=to_node)
+        return requests.explain(job, now, move, paused=self._paused)
 
     def abort_migration(self, now: float, migration_id: str, who: str) -> list[Instruction]:
-        raise NotImplementedError
+        """Raises Refused for one that is unknown, over or past its flip."""
+        self._begin(now)
+        job, migration = self._existing_migration(migration_id)
+        requests.abort(job, now, migration, f"called off by {who}")
+        return self._carry_on(now, job)
 
     def cancel_job(self, now: float, job_id: str, who: str) -> list[Instruction]:
-        raise NotImplementedError
+        """Raises Refused for one that is unknown or over."""
+        self._begin(now)
+        job = self._existing_job(job_id)
+        if job.over:
+            raise Refused(f"job {job_id} has ended already ({job.record.state}: {job.record.reason})")
+        fail_job(job, now, EXIT_CANCELLED, f"cancelled by {who}")
+        return self._carry_on(now, job)
 
     def set_paused(self, now: float, paused: bool, who: str) -> list[Instruction]:
         """Paused: nothing planned begins (it queues); recoveries still happen."""
-        raise NotImplementedError
+        self._begin(now)
+        if paused != self._paused:
+            self._paused = paused
+            self._journal.keep_paused(paused)
+            verb = "paused" if paused else "resumed"
+            self._journal.tell(now, job_id="", subject="tmd", kind=verb, text=f"tmd was {verb} by {who}")
+        return self._carry_on(now, *self._jobs.values())
 
-    # time
+    # ---------------------------------------------------------------- time
+
     def tick(self, now: float) -> list[Instruction]:
         """Acts on every deadline that has passed and reconciles every job."""
-        raise NotImplementedError
+        self._begin(now)
+        return self._carry_on(now, *self._jobs.values())
 
     def next_deadline(self) -> float | None:
-        """When tick is wanted at the latest."""
-        raise NotImplementedError
+        """When tick is wanted at the latest. A restarted daemon wants one at once, to learn the time."""
+        if self._restored:
+            return 0.0
+        return min((job.wake_s for job in self._jobs.values() if job.wake_s is not None), default=None)
+
+    # ---------------------------------------------------------------- tests
 
     def validate(self) -> None:
         """Raises AssertionError naming the first invariant that does not hold (tests, simulator)."""
-        raise NotImplementedError
+        for job in self._jobs.values():
+            invariants.check(job)
 
-    # views
+    # ---------------------------------------------------------------- views
+
     def sentences(self) -> dict[str, str]:
         """What each object does or waits for, one human sentence each: job, migration, node and standby ids."""
-        raise NotImplementedError
+        return {subject: text for job in self._jobs.values() for subject, text in show.sentences(job).items()}
 
     def jobs(self) -> list[JobView]:
-        raise NotImplementedError
+        return [show.job(job) for job in self._jobs.values()]
 
     def job(self, job_id: str) -> JobView | None:
-        raise NotImplementedError
+        return show.job(self._jobs[job_id]) if job_id in self._jobs else None
 
     def nodes(self) -> list[NodeView]:
-        raise NotImplementedError
+        return [view for job in self._jobs.values() for view in show.nodes(job)]
 
     def standbys(self) -> list[RankView]:
-        raise NotImplementedError
+        return [view for job in self._jobs.values() for view in show.standbys(job)]
 
     def migrations(self) -> list[MigrationView]:
         """Those of this daemon's life and those that were open when it started; older ones are in the ledger."""
-        raise NotImplementedError
+        return [view for job in self._jobs.values() for view in show.migrations(job)]
+
+    # ---------------------------------------------------------------- within
+
+    def _begin(self, now: float) -> None:
+        """The first event tells a restarted daemon the time."""
+        for job in self._restored:
+            restore.begin(job, now)
+        self._restored.clear()
+
+    def _admit(self, now: float, job: Job, hello: AgentHello) -> list[Instruction]:
+        """The agent's place in the job, a welcome, and what it is to do."""
+        newcomer = hello.agent_id not in job.agents
+        if job.job_id not in self._jobs:
+            self._jobs[job.job_id] = job
+            job.evolve(now)
+            job.tell(now, job.job_id, "job", f"job {job.job_id}: {job.record.nnodes} nodes of {job.record.nproc_per_node} ranks")
+        if newcomer:
+            intake.supersede(job, now, hello)
+        agent = agents.admit(job, now, hello)
+        self._job_of[agent.agent_id] = job
+        self._note_node_state(now, job, hello.node, newcomer)
+        reason = forming.place(job, now, agent, hello.node_index) if newcomer else None
+        if reason is not None:
+            agent.fenced = f"node {hello.node} cannot take part in job {job.job_id}: {reason}"
+            job.set_node(now, hello.node, use="released", reason=reason)
+            return [*self._carry_on(now, job), RefuseAgent(agent.agent_id, agent.fenced)]
+        welcome = AgentWelcome(
+            protocol=PROTOCOL,
+            generation=self._sequence.generation,
+            heartbeat_s=self._settings.heartbeat_s,
+            hold_limit_s=self._settings.hold_limit_s,
+            job_key=job.record.job_key,
+            observe_only=self._settings.observe_only,
+        )
+        return self._carry_on(now, job, greeting=WelcomeAgent(agent.agent_id, welcome))
+
+    def _note_node_state(self, now: float, job: Job, node: str, newcomer: bool) -> None:
+        """A node whose agent says hello is not down, whatever was said before."""
+        state, reason = self._node_states.get(node, (job.node_state(node), job.nodes[node].reason))
+        if newcomer and state == "down":
+            state, reason = "unknown", ""
+            self._node_states.pop(node, None)
+        job.set_node(now, node, state=state, reason=reason)
+
+    def _refuse(self, now: float, hello: AgentHello, reason: str) -> list[Instruction]:
+        self._journal.tell(now, job_id=hello.job_id, subject=hello.node, kind="refused", text=reason)
+        persist = self._journal.take()
+        return [*([persist] if persist is not None else []), RefuseAgent(hello.agent_id, reason)]
+
+    def _existing_job(self, job_id: str) -> Job:
+        job = self._jobs.get(job_id)
+        if job is None:
+            raise Refused(f"there is no job {job_id}; tmctl jobs lists {', '.join(sorted(self._jobs)) or 'none at the moment'}")
+        return job
+
+    def _existing_migration(self, migration_id: str) -> tuple[Job, MigrationRecord]:
+        for job in self._jobs.values():
+            if migration_id in job.migrations:
+                return job, job.migrations[migration_id]
+        raise Refused(f"there is no migration {migration_id}; tmctl migrations lists them")
+
+    def _suspects_itself(self, now: float) -> bool:
+        """More than half of all agents, and at least two, are silent: the fault may be on this side."""
+        everybody = [agent for job in self._jobs.values() if not job.over for agent in job.agents.values() if agent.serves]
+        timeout_s = self._settings.heartbeat_timeout_s
+        silent = [agent for agent in everybody if not agent.connected or now - agent.heard_s >= timeout_s]
+        return len(silent) >= 2 and 2 * len(silent) > len(everybody)
+
+    def _carry_on(self, now: float, *jobs: Job, greeting: WelcomeAgent | None = None) -> list[Instruction]:
+        """Reconciles, and orders what follows: written first, then said."""
+        directed: list[Instruction] = []
+        released: list[Instruction] = []
+        for job in jobs:
+            reconcile(job, now, paused=self._paused, suspects_itself=lambda: self._suspects_itself(now))
+            directed += [DirectAgent(agent_id, order) for agent_id, order in directives.for_agents(job, self._sequence)]
+            released += release_nodes(job)
+        persist = self._journal.take()
+        return [
+            *([persist] if persist is not None else []),
+            *([greeting] if greeting is not None else []),
+            *directed,
+            *released,
+        ]

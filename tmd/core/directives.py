@@ -1,0 +1,122 @@
+"""What every process and every agent is to do, built from the job's state alone: sent again whenever it differs from what was
+sent last, so that a restarted daemon which says the same things changes nothing."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tmd.core.job import Job
+from tmd.core.processes import Agent, Process
+from tmd.protocol.agent import AgentDirective, JobOver, ProcessSpec
+from tmd.protocol.membership import Member
+from tmd.protocol.rank import Directive
+
+
+class Sequence:
+    """Numbers what this life of the daemon sends."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self._last = 0
+
+    def next(self) -> int:
+        self._last += 1
+        return self._last
+
+
+def for_agents(job: Job, sequence: Sequence) -> list[tuple[str, AgentDirective]]:
+    """The directives that have changed, by agent."""
+    if not job.stale:
+        return []
+    job.stale = False
+    wanted: dict[str, list[Process]] = {}
+    for process in job.processes.values():
+        if not job.over and _is_wanted(process):
+            wanted.setdefault(process.record.agent_id, []).append(process)
+    changed = []
+    for agent in job.agents.values():
+        if agent.fenced or not agent.connected:
+            continue
+        directive = _for_agent(job, agent, wanted.get(agent.agent_id, []), sequence)
+        if directive is not agent.sent:
+            agent.sent = directive
+            changed.append((agent.agent_id, directive))
+    return changed
+
+
+def _for_agent(job: Job, agent: Agent, named: list[Process], sequence: Sequence) -> AgentDirective:
+    """The agent's whole directive; the very one sent last if nothing in it has changed."""
+    directive = AgentDirective(
+        generation=sequence.generation,
+        sequence=agent.sent.sequence if agent.sent is not None else 0,
+        processes=tuple(
+            ProcessSpec(
+                incarnation=process.incarnation,
+                local_rank=process.record.local_rank,
+                rank=process.first_rank,
+                world_size=job.record.world_size,
+            )
+            for process in named
+        ),
+        ranks=tuple(_for_process(job, process, sequence) for process in named if not process.exited),
+        job_over=_job_over(job, agent, named),
+    )
+    if directive == agent.sent:
+        return agent.sent
+    return msgspec.structs.replace(directive, sequence=sequence.next())
+
+
+def _is_wanted(process: Process) -> bool:
+    """A retired process is named until it has left of its own accord, or its time to do so is up."""
+    if process.record.state == "retired":
+        return process.leaving
+    return process.active or process.record.state == "exited"
+
+
+def _job_over(job: Job, agent: Agent, named: list[Process]) -> JobOver | None:
+    if job.over:
+        return JobOver(exit_code=job.record.exit_code or 0, reason=job.record.reason)
+    if agent.released and not named:
+        return JobOver(exit_code=0, reason=f"node {agent.node} has been given back: {job.nodes[agent.node].reason}")
+    return None
+
+
+def _for_process(job: Job, process: Process, sequence: Sequence) -> Directive:
+    """The process's whole directive; the very one sent last if nothing in it has changed."""
+    record = job.record
+    plays = process.record.state in ("starting", "member", "leaver", "joiner")
+    plan = record.plan if record.plan is not None and _offers_plan(job) and plays else None
+    directive = Directive(
+        job_id=record.job_id,
+        incarnation=process.incarnation,
+        generation=sequence.generation,
+        sequence=process.directive.sequence if process.directive is not None else 0,
+        world_size=record.world_size,
+        nproc_per_node=record.nproc_per_node,
+        rank=process.record.rank,
+        poison_epoch=record.poison_epoch,
+        resolution=record.resolution,
+        install=job.attempt.install if job.attempt is not None and plays else None,
+        live_epoch=record.epoch if plays and not job.called_off else -1,
+        plan=plan,
+        armed=record.armed and plan is not None,
+        retired=process.record.state == "retired",
+        rehearse_from=_rehearse_from(job) if process.record.state == "standby" else None,
+    )
+    if directive != process.directive:
+        process.directive = msgspec.structs.replace(directive, sequence=sequence.next())
+    assert process.directive is not None
+    return process.directive
+
+
+def _offers_plan(job: Job) -> bool:
+    return not job.called_off and (job.flight is None or not job.flight.withdrawn)
+
+
+def _rehearse_from(job: Job) -> Member | None:
+    """The member of the representative role, if it lives: standbys are warmed up as it."""
+    table = job.record.table
+    last = job.record.world_size - 1
+    if table is None or job.fresh or job.roles.get(last) != table.members[last].incarnation:
+        return None
+    return table.members[last]

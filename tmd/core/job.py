@@ -1,0 +1,315 @@
+"""One job's state, and the few ways to change it. Every change is journalled; what to do next is decided elsewhere
+(reconcile.py and the modules it calls), by looking at the whole of this."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from tmd.core.journal import Journal
+from tmd.core.processes import Agent, Process
+from tmd.core.records import JobRecord, MigrationRecord, NodeRecord, NodeState, RankRecord
+from tmd.core.settings import CoreSettings
+from tmd.core.timings import CommitLog, Window
+from tmd.protocol.membership import Install, buddy_of, ward_of
+
+#: States in which no step was ever live since the (re)start: everybody starts fresh.
+FRESH_STATES = frozenset({"forming", "installing", "restarting"})
+OVER_STATES = frozenset({"done", "failed"})
+OPEN_MIGRATION_STATES = frozenset({"queued", "selecting", "preparing", "installing", "armed", "copying"})
+
+
+@dataclasses.dataclass(slots=True)
+class Recovery:
+    """A recovery in progress: from the first sign until the word to go on."""
+
+    since_s: float
+    sign: str
+    #: When the first sign was there, as far as the machines can tell.
+    sign_s: float
+    #: The event that it began with.
+    cause: int
+    #: Ranks lost in it -> the incarnation that held the role when it began.
+    lost: dict[int, str] = dataclasses.field(default_factory=dict)
+    failed_nodes: set[str] = dataclasses.field(default_factory=set)
+    #: Somebody was still building: a build cannot be rolled back.
+    must_restart: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Attempt:
+    """One attempt to install an epoch."""
+
+    install: Install
+    since_s: float
+    #: Attempts of this recovery that failed before this one.
+    number: int = 1
+
+
+@dataclasses.dataclass(slots=True)
+class Flight:
+    """The outstanding plan beyond what is in the ledger."""
+
+    since_s: float
+    flipped_s: float | None = None
+    #: Why it is being called off; empty: it is not.
+    withdrawn: str = ""
+    #: Called off because of the joiner: another standby may be tried.
+    retry: bool = False
+
+
+class Job:
+    """See the module's contract. Attributes are read everywhere and written only through the methods here and by the
+    transitions in recovery.py, installing.py, planned.py and forming.py."""
+
+    def __init__(self, record: JobRecord, settings: CoreSettings, journal: Journal) -> None:
+        self.record = record
+        self.settings = settings
+        self.journal = journal
+        self.agents: dict[str, Agent] = {}
+        self.processes: dict[str, Process] = {}
+        #: Rank -> incarnation that holds the role or is to take it next; a vacant role is missing.
+        self.roles: dict[int, str] = {}
+        self.nodes: dict[str, NodeRecord] = {}
+        self.migrations: dict[str, MigrationRecord] = {}
+        self.recovery: Recovery | None = None
+        self.attempt: Attempt | None = None
+        #: Failed attempts in a row, and when the next one may start.
+        self.failed_attempts = 0
+        self.retry_at_s = 0.0
+        self.flight: Flight | None = None
+        #: Ranks whose process ended with code 0, and what went wrong with others after the last step.
+        self.left: set[int] = set()
+        self.lost_at_end: dict[int, str] = {}
+        self.windows: dict[str, Window] = {}
+        self.commits = CommitLog()
+        #: When the daemon last heard of a new committed step.
+        self.progress_s = 0.0
+        self.live_since_s = 0.0
+        #: Since when a role has been without a holder, None if every one has one.
+        self.vacant_since_s: float | None = None
+        #: How often the ranks of a position were started again before the job had started.
+        self.refills: dict[int, int] = {}
+        self.finishing_since_s = 0.0
+        #: Nothing is decided before: agents are reconnecting to a restarted daemon. None: decided long ago.
+        self.settling_until_s: float | None = None
+        #: Nodes whose drain an operator has overruled, and the number of the last attempt to empty a node.
+        self.drains_held: set[str] = set()
+        self.drain_attempts: dict[str, int] = {}
+        self.drained_since_s: dict[str, float] = {}
+        #: Since when a migration looks for standbys.
+        self.selecting_since_s: dict[str, float] = {}
+        #: Migration -> the node it must go to, and standbys that failed it.
+        self.wanted_node: dict[str, str] = {}
+        self.failed_joiners: dict[str, set[str]] = {}
+        self.sentence = ""
+        self.migration_sentences: dict[str, str] = {}
+        self.node_sentences: dict[str, str] = {}
+        #: Directives must be built again.
+        self.stale = True
+        #: Nodes to be released once nothing of the job runs there, with the reason.
+        self.leaving_nodes: dict[str, str] = {}
+        self.wake_s: float | None = None
+        self._said: set[str] = set()
+
+    # ---------------------------------------------------------------- look-ups
+
+    @property
+    def job_id(self) -> str:
+        return self.record.job_id
+
+    @property
+    def over(self) -> bool:
+        return self.record.state in OVER_STATES
+
+    @property
+    def fresh(self) -> bool:
+        return self.record.state in FRESH_STATES
+
+    @property
+    def called_off(self) -> bool:
+        """The epoch that ran last is poisoned."""
+        return self.record.poison_epoch >= self.record.epoch
+
+    @property
+    def ranks(self) -> range:
+        return range(self.record.world_size)
+
+    def holder(self, rank: int) -> Process | None:
+        incarnation = self.roles.get(rank)
+        return self.processes[incarnation] if incarnation is not None else None
+
+    def holders(self) -> dict[int, Process]:
+        """Rank -> process, for the roles that are not vacant."""
+        return {rank: self.processes[incarnation] for rank, incarnation in sorted(self.roles.items())}
+
+    def vacant(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.roles]
+
+    def active(self) -> list[Process]:
+        return [process for process in self.processes.values() if process.active]
+
+    def agent_on(self, node: str) -> Agent | None:
+        """The agent that serves this node now."""
+        return next((agent for agent in self.agents.values() if agent.node == node and agent.serves), None)
+
+    def node_state(self, node: str) -> NodeState:
+        return self.nodes[node].state if node in self.nodes else "unknown"
+
+    def ranks_on(self, node: str) -> list[int]:
+        return [rank for rank, process in self.holders().items() if process.node == node]
+
+    def buddy(self, rank: int) -> int:
+        return buddy_of(rank, self.record.world_size, self.record.nproc_per_node)
+
+    def ward(self, rank: int) -> int:
+        return ward_of(rank, self.record.world_size, self.record.nproc_per_node)
+
+    def open_migrations(self) -> list[MigrationRecord]:
+        return [migration for migration in self.migrations.values() if migration.state in OPEN_MIGRATION_STATES]
+
+    def flying(self) -> MigrationRecord | None:
+        """The migration of the outstanding plan."""
+        return self.migrations.get(self.record.plan.migration_id) if self.record.plan is not None else None
+
+    def next_step(self) -> int:
+        """The first step that is not committed, as far as was heard."""
+        heard = [process.report.next_step for process in self.holders().values()]
+        return max([*heard, self.commits.next_step])
+
+    def name(self, process: Process) -> str:
+        """How sentences call an incarnation."""
+        rank = process.record.rank
+        return f"rank {rank} on {process.node}" if rank is not None else f"standby {process.incarnation} on {process.node}"
+
+    # ---------------------------------------------------------------- changes
+
+    def tell(self, now: float, subject: str, kind: str, text: str, cause: int | None = None) -> int:
+        return self.journal.tell(now, job_id=self.job_id, subject=subject, kind=kind, text=text, cause=cause)
+
+    def say_once(self, now: float, subject: str, key: str, text: str) -> None:
+        """A notice that would come with every reconcile otherwise."""
+        if key not in self._said:
+            self._said.add(key)
+            self.tell(now, subject, "notice", text)
+
+    def last_about(self, subject: str) -> int:
+        return self.journal.last_about(self.job_id, subject)
+
+    def evolve(self, now: float, **changes: Any) -> None:
+        """Changes the job's record."""
+        self.record = msgspec.structs.replace(self.record, updated_s=now, **changes)
+        self.journal.keep_job(self.record)
+        self.stale = True
+
+    def set_process(self, now: float, process: Process, **changes: Any) -> None:
+        """Changes an incarnation's record."""
+        process.record = msgspec.structs.replace(process.record, updated_s=now, **changes)
+        self.journal.keep_rank(process.record)
+        self.stale = True
+
+    def set_node(self, now: float, node: str, **changes: Any) -> None:
+        """Changes a node's record, which it makes if need be."""
+        old = self.nodes.get(node) or NodeRecord(node=node, job_id=self.job_id, state="unknown", use="standby")
+        new = msgspec.structs.replace(old, **changes)
+        if node in self.nodes and new == old:
+            return
+        self.nodes[node] = msgspec.structs.replace(new, updated_s=now)
+        self.journal.keep_node(self.nodes[node])
+        self.stale = True
+
+    def set_migration(self, migration_id: str, **changes: Any) -> MigrationRecord:
+        migration = msgspec.structs.replace(self.migrations[migration_id], **changes)
+        self.add_migration(migration)
+        return migration
+
+    def add_migration(self, migration: MigrationRecord) -> None:
+        self.migrations[migration.migration_id] = migration
+        self.journal.keep_migration(migration)
+
+    def end_migration(self, now: float, migration_id: str, state: str, reason: str, cause: int | None = None) -> None:
+        """Done, aborted or failed, with a reason."""
+        self.set_migration(migration_id, state=state, reason=reason, ended_s=now)
+        self.tell(now, migration_id, state, reason, cause)
+        self.migration_sentences.pop(migration_id, None)
+        self.wanted_node.pop(migration_id, None)
+        self.selecting_since_s.pop(migration_id, None)
+        self.failed_joiners.pop(migration_id, None)
+        if state != "done":
+            self.windows.pop(migration_id, None)
+
+    def mint(self, now: float, agent: Agent, local_rank: int, rank: int | None) -> Process:
+        """A new incarnation on this agent's node; its record is written before the agent hears of it."""
+        number = self.record.incarnation_counter + 1
+        self.evolve(now, incarnation_counter=number)
+        record = RankRecord(
+            job_id=self.job_id,
+            incarnation=f"{self.job_id}.{number}",
+            node=agent.node,
+            agent_id=agent.agent_id,
+            local_rank=local_rank,
+            rank=rank,
+            state="standby" if rank is None else "starting",
+            updated_s=now,
+        )
+        process = Process(record, first_rank=rank, heard_s=now)
+        self.processes[record.incarnation] = process
+        self.set_process(now, process)
+        if rank is not None:
+            self.roles[rank] = record.incarnation
+        return process
+
+    def free_slots(self, agent: Agent) -> list[int]:
+        """Local ranks of this agent without a living process."""
+        taken = {
+            process.record.local_rank
+            for process in self.processes.values()
+            if process.record.agent_id == agent.agent_id and (process.active or process.record.state == "exited")
+        }
+        return [slot for slot in range(self.record.nproc_per_node) if slot not in taken]
+
+    def retire(self, now: float, process: Process, reason: str) -> None:
+        """Its role is another's for good: it is told to leave, and is killed if it does not."""
+        process.leave_until_s = now + self.settings.heartbeat_timeout_s
+        self.set_process(now, process, state="retired", reason=reason)
+        self.tell(now, process.incarnation, "retired", f"{self.name(process)} retired: {reason}")
+
+    def give_back(self, now: float, node: str, reason: str) -> None:
+        """The job needs the node no more: what runs there is retired; the node is released once it has ended."""
+        for process in self.active():
+            if process.node == node and process.incarnation not in self.roles.values():
+                self.retire(now, process, reason)
+        agent = self.agent_on(node)
+        if agent is not None:
+            agent.released = True
+        self.set_node(now, node, use="released", reason=reason)
+        self.leaving_nodes[node] = reason
+        self.tell(now, node, "released", f"{node} is given back: {reason}")
+
+    def wake_at(self, moment_s: float) -> None:
+        """Have `tick` called at this moment at the latest."""
+        if self.wake_s is None or moment_s < self.wake_s:
+            self.wake_s = moment_s
+
+    def resolved(self) -> bool:
+        """The undecided step of the epoch that ran last has been decided, and nobody was told to go since."""
+        return self.record.resolution is not None and self.record.resolution.epoch >= self.record.epoch and self.called_off
+
+    def is_vacant_too_long(self, now: float) -> bool:
+        """Some role has had no holder for longer than survivors hold. To be asked while one is vacant, and only then."""
+        if self.vacant_since_s is None:
+            self.vacant_since_s = now
+        deadline = self.vacant_since_s + self.settings.hold_limit_s
+        self.wake_at(deadline)
+        return now >= deadline
+
+    def forget_progress(self) -> None:
+        """The job starts again from step 0."""
+        self.commits = CommitLog()
+        self.windows.clear()
+        self.left.clear()
+        self.lost_at_end.clear()
+        self.refills.clear()
+        self.vacant_since_s = None

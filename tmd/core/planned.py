@@ -1,0 +1,367 @@
+"""A planned migration's plan, from the choice of standbys to the leaver's retirement: stage, arm, flip, copy, done. Before
+the plan is armed it can be dropped at will; after that only a leaver's word says that it will not flip, or an epoch that it
+has."""
+
+from __future__ import annotations
+
+from tmd.core import standby
+from tmd.core.job import Flight, Job
+from tmd.core.poison import call_off
+from tmd.core.processes import Process
+from tmd.core.records import MigrationRecord
+from tmd.core.timings import open_window
+from tmd.protocol.membership import Membership, Plan
+
+
+def joiners(job: Job) -> dict[int, Process]:
+    """Rank -> joiner of the outstanding plan."""
+    plan = job.record.plan
+    if plan is None:
+        return {}
+    return {rank: job.processes[plan.successor.members[rank].incarnation] for rank in sorted(plan.leavers)}
+
+
+def leavers(job: Job) -> dict[int, Process]:
+    """Rank -> leaver of the outstanding plan."""
+    plan = job.record.plan
+    return {rank: job.processes[incarnation] for rank, incarnation in sorted(plan.leavers.items())} if plan is not None else {}
+
+
+# -------------------------------------------------------------------- the beginning
+
+
+def propose(job: Job, now: float, migration: MigrationRecord) -> str:
+    """Chooses the standbys and writes the plan, or says what is waited for."""
+    migration_id = migration.migration_id
+    if migration.state == "queued":
+        migration = job.set_migration(migration_id, state="selecting")
+        window = job.windows.setdefault(
+            migration_id, open_window("planned", migration.started_s, job.commits, job.holders().values())
+        )
+        window.mark("detect", now)
+        job.selecting_since_s[migration_id] = now
+    chosen = _choose(job, now, migration)
+    if len(chosen) < len(migration.leavers):
+        return _wait_for_standby(job, now, migration)
+    _write_plan(job, now, migration, chosen)
+    return "plan sent"
+
+
+def _choose(job: Job, now: float, migration: MigrationRecord) -> dict[int, Process]:
+    wanted = job.wanted_node.get(migration.migration_id)
+    failed = job.failed_joiners.get(migration.migration_id, set())
+    candidates = [
+        process
+        for process in standby.ready(job, now)
+        if process.incarnation not in failed
+        and process.node not in migration.from_nodes
+        and (wanted is None or process.node == wanted)
+    ]
+    leaving = {rank: job.processes[incarnation].node for rank, incarnation in migration.leavers.items()}
+    return standby.choose(job, leaving, candidates)
+
+
+def _wait_for_standby(job: Job, now: float, migration: MigrationRecord) -> str:
+    since = job.selecting_since_s.setdefault(migration.migration_id, now)
+    deadline = since + job.settings.plan_timeout_s
+    job.wake_at(deadline)
+    where = job.wanted_node.get(migration.migration_id)
+    if now >= deadline:
+        reason = f"no standby{f' on {where}' if where else ''} became ready in {job.settings.plan_timeout_s:g} s"
+        job.end_migration(now, migration.migration_id, "aborted", reason)
+        return reason
+    warming = [process for process in standby.warming(job, now) if where is None or process.node == where]
+    if warming:
+        return f"waiting for {warming[0].node} to warm up ({warming[0].incarnation} is {warming[0].report.phase})"
+    return f"waiting for a standby{f' on {where}' if where else ''}"
+
+
+def _write_plan(job: Job, now: float, migration: MigrationRecord, chosen: dict[int, Process]) -> None:
+    """The plan and the epoch that it reserves are in the ledger before any rank hears of it."""
+    table = job.record.table
+    assert table is not None, "a running job has a table"
+    for rank, process in chosen.items():
+        job.set_process(now, process, state="joiner", rank=rank)
+        job.set_process(now, job.processes[migration.leavers[rank]], state="leaver")
+    members = {**table.members, **{rank: process.member() for rank, process in chosen.items()}}
+    plan_id, epoch = job.record.plan_counter + 1, job.record.epoch_limit + 1
+    plan = Plan(
+        plan_id=plan_id,
+        migration_id=migration.migration_id,
+        base_epoch=table.epoch,
+        leavers=dict(migration.leavers),
+        successor=Membership(epoch=epoch, members=members),
+    )
+    job.flight = Flight(now)
+    job.evolve(now, plan=plan, armed=False, plan_counter=plan_id, epoch_limit=epoch)
+    job.set_migration(
+        migration.migration_id,
+        state="preparing",
+        plan_id=plan_id,
+        joiners={rank: process.incarnation for rank, process in chosen.items()},
+        to_nodes=tuple(sorted({process.node for process in chosen.values()})),
+    )
+    moves = ", ".join(f"rank {rank} to {process.incarnation} on {process.node}" for rank, process in sorted(chosen.items()))
+    job.tell(now, migration.migration_id, "planned", f"plan {plan_id}, epoch {table.epoch} to {epoch}: {moves}")
+    _mark(job, "select", now)
+
+
+# -------------------------------------------------------------------- the way to the flip
+
+
+def watch(job: Job, now: float) -> str:
+    """Looks at the outstanding plan and takes the next step with it."""
+    plan, flight = job.record.plan, job.flight
+    assert plan is not None
+    assert flight is not None
+    processes = [*job.holders().values(), *joiners(job).values()]
+    if any(process.report.committed_epoch >= plan.successor.epoch for process in processes):
+        _complete(job, now)
+        return "done"
+    if flight.flipped_s is None and any(_shows_flip(process, plan) for process in processes):
+        _note_flip(job, now, flight)
+    if flight.flipped_s is not None:
+        return _watch_copy(job, now, flight, flight.flipped_s)
+    if flight.withdrawn:
+        return _conclude_withdrawal(job, now, flight)
+    trouble = _joiner_trouble(job) or _staging_trouble(job)
+    if trouble is not None:
+        return withdraw(job, now, trouble, retry=True)
+    deadline = flight.since_s + job.settings.plan_timeout_s
+    job.wake_at(deadline)
+    if now >= deadline:
+        return withdraw(job, now, f"it has not flipped for {job.settings.plan_timeout_s:g} s: {_missing(job, plan)}")
+    return _advance(job, now, plan)
+
+
+def _advance(job: Job, now: float, plan: Plan) -> str:
+    migration = job.flying()
+    assert migration is not None
+    if migration.state == "preparing" and all(process.report.rank == rank for rank, process in joiners(job).items()):
+        _mark(job, "prepare", now)
+        migration = job.set_migration(migration.migration_id, state="installing")
+        job.tell(now, migration.migration_id, "prepared", "every joiner has taken its role")
+    if not job.record.armed and not _unstaged(job, plan):
+        _mark(job, "install", now)
+        job.evolve(now, armed=True)
+        job.set_migration(migration.migration_id, state="armed")
+        job.tell(now, migration.migration_id, "armed", "every link is staged: the leavers may flip")
+    return _missing(job, plan)
+
+
+def _unstaged(job: Job, plan: Plan) -> list[Process]:
+    everybody = [*job.holders().values(), *joiners(job).values()]
+    return [process for process in everybody if process.report.staged_plan != plan.plan_id]
+
+
+def _missing(job: Job, plan: Plan) -> str:
+    """What the plan waits for."""
+    if job.record.armed:
+        return "armed: waiting for the vote that flips"
+    for rank, process in joiners(job).items():
+        if process.report.rank != rank:
+            return f"waiting for {process.incarnation} on {process.node} to take rank {rank}"
+    return f"waiting for the links of {', '.join(job.name(process) for process in _unstaged(job, plan)[:4])}"
+
+
+def _shows_flip(process: Process, plan: Plan) -> bool:
+    report = process.report
+    return report.flipped_plan == plan.plan_id or max(report.run_epoch, report.live_epoch) >= plan.successor.epoch
+
+
+def _joiner_trouble(job: Job) -> str | None:
+    """Why a joiner cannot go on, or None."""
+    plan = job.record.plan
+    assert plan is not None
+    for process in joiners(job).values():
+        if not process.active:
+            return f"the joiner {process.incarnation} on {process.node} was lost: {process.record.reason}"
+        if process.report.dropped_plan >= plan.plan_id or process.report.failed_epoch >= plan.successor.epoch:
+            return (
+                f"the joiner {process.incarnation} on {process.node} stepped back: {process.report.reason or 'no reason given'}"
+            )
+    return None
+
+
+def _staging_trouble(job: Job) -> str | None:
+    """Why a member will not stage its links to a joiner, or None."""
+    plan = job.record.plan
+    assert plan is not None
+    for process in job.holders().values():
+        if process.report.dropped_plan >= plan.plan_id:
+            return f"{job.name(process)} dropped the plan: {process.report.reason or 'no reason given'}"
+    return None
+
+
+# -------------------------------------------------------------------- the flip and after
+
+
+def _note_flip(job: Job, now: float, flight: Flight) -> None:
+    migration = job.flying()
+    assert migration is not None
+    flight.flipped_s = now
+    job.set_migration(migration.migration_id, state="copying")
+    text = "flipped: the leavers are frozen and hand their state over"
+    if flight.withdrawn:
+        text += f" (too late to call it off: {flight.withdrawn})"
+    job.tell(now, migration.migration_id, "flipped", text)
+
+
+def _watch_copy(job: Job, now: float, flight: Flight, flipped_s: float) -> str:
+    """Between the flip and the first yes with the joiner: any trouble now is a recovery, in which the leaver can go on."""
+    migration = job.flying()
+    assert migration is not None
+    trouble = _joiner_trouble(job)
+    deadline = flipped_s + job.settings.plan_timeout_s
+    job.wake_at(deadline)
+    if trouble is None and now >= deadline:
+        trouble = f"the joiner's first step was not committed in {job.settings.plan_timeout_s:g} s"
+    if trouble is not None:
+        call_off(job, now, trouble, sign_s=now, cause=job.last_about(migration.migration_id))
+        return trouble
+    without = [job.name(process) for process in joiners(job).values() if not process.report.has_state]
+    return f"copying the state to {', '.join(without)}" if without else "waiting for the first step with the joiner"
+
+
+def _complete(job: Job, now: float) -> None:
+    """The first yes with the joiner: the leaver is not needed any more."""
+    plan, migration = job.record.plan, job.flying()
+    assert plan is not None
+    assert migration is not None
+    if migration.state != "copying":
+        job.set_migration(migration.migration_id, state="copying")
+    gone = leavers(job)
+    for rank, process in joiners(job).items():
+        job.roles[rank] = process.incarnation
+        job.set_process(now, process, state="member")
+    job.evolve(now, epoch=plan.successor.epoch, table=plan.successor, plan=None, armed=False)
+    job.flight = None
+    conclude(job, now, migration, plan, gone, f"rank {', '.join(map(str, gone))} moved")
+
+
+def conclude(job: Job, now: float, migration: MigrationRecord, plan: Plan, gone: dict[int, Process], reason: str) -> None:
+    """Leavers are retired, their nodes given back if no other rank lives there."""
+    window = job.windows.get(migration.migration_id)
+    if window is not None:
+        window.epoch = plan.successor.epoch
+        window.joiners = tuple(migration.joiners.values())
+        window.counters |= {incarnation: {} for incarnation in window.joiners}
+    origins = {job.processes[incarnation].report.record_origin for incarnation in migration.joiners.values()}
+    job.set_migration(migration.migration_id, record_origin=", ".join(sorted(origins - {""})))
+    for process in gone.values():
+        if process.active:
+            job.retire(now, process, f"replaced by migration {migration.migration_id}")
+    for incarnation in migration.joiners.values():
+        job.set_node(now, job.processes[incarnation].node, use="training")
+    job.end_migration(now, migration.migration_id, "done", reason)
+    for node in sorted({process.node for process in gone.values()}):
+        if not job.ranks_on(node) and job.nodes[node].use == "training":
+            job.give_back(now, node, f"migration {migration.migration_id} is done")
+
+
+# -------------------------------------------------------------------- calling it off
+
+
+def withdraw(job: Job, now: float, reason: str, *, retry: bool = False) -> str:
+    """The plan is called off. Once it is armed a leaver's word is needed: the vote under way may carry the flip."""
+    flight, migration = job.flight, job.flying()
+    assert flight is not None
+    assert migration is not None
+    if flight.withdrawn:
+        return f"being called off: {flight.withdrawn}"
+    flight.withdrawn, flight.retry = reason, retry
+    job.stale = True
+    job.tell(now, migration.migration_id, "withdrawn", f"called off: {reason}")
+    return _conclude_withdrawal(job, now, flight)
+
+
+def _conclude_withdrawal(job: Job, now: float, flight: Flight) -> str:
+    plan, migration = job.record.plan, job.flying()
+    assert plan is not None
+    assert migration is not None
+    acknowledged = [process for process in leavers(job).values() if process.report.dropped_plan >= plan.plan_id]
+    if job.record.armed and not acknowledged:
+        return f"being called off: {flight.withdrawn}; waiting for a leaver's word"
+    for process in leavers(job).values():
+        if process.active:
+            job.set_process(now, process, state="member")
+    for process in joiners(job).values():
+        step_back(job, now, process)
+    job.flight = None
+    job.evolve(now, plan=None, armed=False)
+    if flight.retry and migration.attempt < job.settings.migration_attempts:
+        _try_another(job, now, migration)
+        return f"trying another standby: {flight.withdrawn}"
+    job.end_migration(now, migration.migration_id, "aborted", flight.withdrawn)
+    return flight.withdrawn
+
+
+def _try_another(job: Job, now: float, migration: MigrationRecord) -> None:
+    job.failed_joiners.setdefault(migration.migration_id, set()).update(migration.joiners.values())
+    job.selecting_since_s[migration.migration_id] = now
+    job.set_migration(
+        migration.migration_id, state="selecting", joiners={}, to_nodes=(), plan_id=0, attempt=migration.attempt + 1
+    )
+    job.tell(now, migration.migration_id, "retry", f"attempt {migration.attempt + 1}: another standby is looked for")
+
+
+def step_back(job: Job, now: float, process: Process) -> None:
+    """A joiner that is not needed: a standby again, or fenced if it has held the state of the role."""
+    if not process.active:
+        return
+    if process.touched:
+        job.retire(now, process, "it has held the state of a role that it did not get")
+        return
+    job.set_process(now, process, state="standby", rank=None)
+    job.tell(now, process.incarnation, "standby", f"{process.incarnation} on {process.node} is a standby again")
+
+
+def settle(job: Job, now: float, target_step: int, cause: int) -> None:
+    """A recovery decides what becomes of the outstanding plan. For each role the leaver goes on if it lives and is at the target
+    step; else the joiner takes it, with its state if it has it, else with that of a survivor."""
+    plan, migration = job.record.plan, job.flying()
+    if plan is None or migration is None:
+        return
+    arrived: dict[int, Process] = {}
+    for (rank, leaver), joiner in zip(leavers(job).items(), joiners(job).values(), strict=True):
+        if leaver.active and leaver.can_reach(target_step):
+            job.roles[rank] = leaver.incarnation
+            job.set_process(now, leaver, state="member")
+            step_back(job, now, joiner)
+        elif joiner.active and (joiner.can_reach(target_step) or not joiner.touched):
+            job.roles[rank] = joiner.incarnation
+            if joiner.touched:
+                arrived[rank] = leaver
+            else:
+                _replace_leaver(job, now, rank, leaver)
+        else:
+            job.roles.pop(rank, None)
+            _replace_leaver(job, now, rank, leaver)
+            step_back(job, now, joiner)
+    job.flight = None
+    if len(arrived) == len(plan.leavers):
+        conclude(job, now, migration, plan, arrived, "the flip had happened: a recovery completed it")
+        return
+    for leaver in arrived.values():
+        if leaver.active:
+            job.retire(now, leaver, "its joiner has its state")
+    job.end_migration(now, migration.migration_id, "aborted", f"an unplanned failure came first: {_sign(job)}", cause)
+
+
+def _sign(job: Job) -> str:
+    return job.recovery.sign if job.recovery is not None else "unknown"
+
+
+def _replace_leaver(job: Job, now: float, rank: int, leaver: Process) -> None:
+    """The leaver cannot go on: its role goes to a joiner as in any unplanned loss."""
+    assert job.recovery is not None
+    job.recovery.lost.setdefault(rank, leaver.incarnation)
+    if leaver.active:
+        job.retire(now, leaver, "it does not have the state of the step that the job goes on from")
+
+
+def _mark(job: Job, name: str, moment_s: float) -> None:
+    migration = job.flying()
+    window = job.windows.get(migration.migration_id) if migration is not None else None
+    if window is not None:
+        window.mark(name, moment_s)

@@ -1,0 +1,296 @@
+"""Recovery: from a called-off epoch to the next that runs. Everybody reports, the undecided step is decided once and for all,
+every vacant role gets a joiner, the new epoch is installed. Each of these may be cut short by a further loss and goes on from
+the whole state."""
+
+from __future__ import annotations
+
+from tmd.core import forming, installing, planned, standby
+from tmd.core.ending import EXIT_GIVEN_UP, fail_job
+from tmd.core.job import Job, Recovery
+from tmd.core.losses import lose
+from tmd.core.poison import call_off
+from tmd.core.processes import Process
+from tmd.core.records import MigrationRecord
+from tmd.core.timings import open_window
+from tmd.protocol.membership import Resolution, Source
+
+
+def notice_trouble(job: Job, now: float) -> None:
+    """In a running job: somebody is poisoned, or silent while nothing moves. (Losses call the epoch off themselves.)"""
+    for process in job.holders().values():
+        report = process.report
+        if report.poisoned_epoch >= job.record.epoch and report.phase != "finished":
+            sign_s = report.stamps.get("poisoned", now)
+            sign = f"{job.name(process)} gave the step up: {report.reason or 'no reason given'}"
+            call_off(job, now, sign, sign_s=min(sign_s, now))
+            return
+
+
+def advance(job: Job, now: float) -> str:
+    """Does the next thing for a job that is recovering and says what it waits for."""
+    recovery = job.recovery
+    if recovery is None:
+        return "running"
+    if recovery.must_restart:
+        return _restart(job, now, f"{recovery.sign}, and {recovery.must_restart}")
+    if not job.resolved():
+        waiting = _wait_for_reports(job, now)
+        if waiting is not None:
+            return waiting
+        _resolve(job, now)
+        if job.record.state != "recovering":
+            return job.record.reason
+    _keep_migration(job, now, recovery)
+    if job.vacant():
+        sentence = _fill_vacancies(job, now, recovery)
+        if sentence is not None:
+            return sentence
+    job.vacant_since_s = None
+    _keep_migration(job, now, recovery)
+    if job.attempt is None:
+        return _start_attempt(job, now, recovery)
+    if installing.is_linked(job):
+        return _conclude(job, now, recovery)
+    return installing.check(job, now) or "trying the installation again"
+
+
+def _restart(job: Job, now: float, reason: str) -> str:
+    forming.restart(job, now, reason)
+    return job.record.reason if job.over else f"starting again from nothing: {reason}"
+
+
+# -------------------------------------------------------------------- reports and the resolution
+
+
+def _witnesses(job: Job) -> list[Process]:
+    """All living processes that may have run in the epochs in question: the members, and the joiners of an outstanding plan."""
+    witnesses = [process for process in job.holders().values() if process.active]
+    if job.record.plan is not None:
+        witnesses += [process for process in planned.joiners(job).values() if process.active]
+    return witnesses
+
+
+def _wait_for_reports(job: Job, now: float) -> str | None:
+    """A sentence while a living witness owes its final report; who owes it for too long is lost."""
+    recovery = job.recovery
+    assert recovery is not None
+    owing = [process for process in _witnesses(job) if not _has_reported(job, process)]
+    if not owing:
+        return None
+    deadline = recovery.since_s + job.settings.report_timeout_s
+    job.wake_at(deadline)
+    if now < deadline:
+        return f"waiting for the report of {', '.join(job.name(process) for process in owing[:4])}"
+    for process in owing:
+        lose(job, now, process, f"it did not report for {job.settings.report_timeout_s:g} s", recovery.cause)
+    return None
+
+
+def _has_reported(job: Job, process: Process) -> bool:
+    return process.report.reported_epoch >= job.record.poison_epoch or process.report.phase == "finished"
+
+
+def _resolve(job: Job, now: float) -> None:
+    """Decides the undecided step: the furthest living witness is right, because a yes anywhere proves it everywhere. A lost
+    rank that alone applied does not count."""
+    recovery = job.recovery
+    assert recovery is not None
+    witnesses = _witnesses(job)
+    steps = [process.report.next_step for process in witnesses if process.report.has_state or process.report.phase == "warming"]
+    if not steps:
+        _nobody_is_left(job, now, recovery)
+        return
+    target = max(steps)
+    resolution = Resolution(epoch=job.record.poison_epoch, target_step=target)
+    event = job.tell(now, job.job_id, "resolved", f"{recovery.sign}: the job goes on from step {target}", recovery.cause)
+    recovery.cause = event
+    planned.settle(job, now, target, event)
+    job.evolve(now, resolution=resolution, plan=None, armed=False)
+    for rank, process in job.holders().items():
+        if process.active and not process.joining and not process.can_reach(target) and process.report.phase != "finished":
+            lose(job, now, process, f"it is at step {process.report.next_step} and cannot come to step {target} with rank {rank}")
+
+
+def _nobody_is_left(job: Job, now: float, recovery: Recovery) -> None:
+    if job.commits.next_step == 0:
+        _restart(job, now, f"{recovery.sign}, and no rank with its state is left")
+    else:
+        fail_job(job, now, EXIT_GIVEN_UP, f"{recovery.sign}, and no rank with the state of step {job.commits.next_step} is left")
+
+
+# -------------------------------------------------------------------- joiners
+
+
+def _keep_migration(job: Job, now: float, recovery: Recovery) -> None:
+    """A recovery that replaces somebody is a migration; its record says whom and by whom."""
+    if not recovery.lost:
+        return
+    migration = _migration(job) or _new_migration(job, now, recovery)
+    leavers = {**recovery.lost, **migration.leavers}
+    joiners = dict(migration.joiners)
+    attempt = migration.attempt
+    for rank, process in job.holders().items():
+        if rank in leavers and process.record.state == "joiner" and joiners.get(rank) != process.incarnation:
+            attempt += rank in joiners
+            joiners[rank] = process.incarnation
+    changes = {
+        "leavers": leavers,
+        "joiners": joiners,
+        "attempt": attempt,
+        "from_nodes": _nodes(job, leavers),
+        "to_nodes": _nodes(job, joiners),
+    }
+    if any(getattr(migration, name) != value for name, value in changes.items()):
+        job.set_migration(migration.migration_id, **changes)
+
+
+def _nodes(job: Job, incarnations: dict[int, str]) -> tuple[str, ...]:
+    return tuple(sorted({job.processes[incarnation].node for incarnation in incarnations.values()}))
+
+
+def _migration(job: Job) -> MigrationRecord | None:
+    return next((migration for migration in job.open_migrations() if migration.kind == "unplanned"), None)
+
+
+def _new_migration(job: Job, now: float, recovery: Recovery) -> MigrationRecord:
+    migration_id = f"m{job.journal.next_event_id()}"
+    ranks = ", ".join(map(str, sorted(recovery.lost)))
+    job.tell(now, migration_id, "recovery", f"rank {ranks} must be replaced: {recovery.sign}", recovery.cause)
+    migration = MigrationRecord(
+        migration_id=migration_id,
+        job_id=job.job_id,
+        kind="unplanned",
+        state="selecting",
+        leavers=dict(recovery.lost),
+        trigger=recovery.sign,
+        started_s=recovery.sign_s,
+    )
+    job.add_migration(migration)
+    window = open_window("unplanned", recovery.sign_s, job.commits, job.holders().values())
+    window.mark("detect", recovery.since_s)
+    job.windows[migration_id] = window
+    return migration
+
+
+def _fill_vacancies(job: Job, now: float, recovery: Recovery) -> str | None:
+    """Gives vacant roles to standbys. A sentence while one stays vacant."""
+    if job.settings.observe_only:
+        _refuse_to_act(job, now, recovery)
+        return job.record.reason
+    leaving = {rank: job.processes[recovery.lost[rank]].node for rank in job.vacant() if rank in recovery.lost}
+    for rank, process in standby.choose(job, leaving, standby.ready(job, now)).items():
+        _assign(job, now, rank, process, recovery)
+    vacant = job.vacant()
+    if not vacant:
+        return None
+    standby.keep_warm(job, now)
+    if job.is_vacant_too_long(now):
+        fail_job(job, now, EXIT_GIVEN_UP, f"{recovery.sign}, and no standby came in {job.settings.hold_limit_s:g} s")
+        return job.record.reason
+    ranks = ", ".join(map(str, vacant))
+    return f"rank {ranks} has no holder: {_hope(job, now)}"
+
+
+def _hope(job: Job, now: float) -> str:
+    """What a vacant role waits for."""
+    warming = standby.warming(job, now)
+    if warming:
+        return f"waiting for {warming[0].node} to warm up ({warming[0].incarnation} is {warming[0].report.phase})"
+    return "waiting for a standby; start tmd-run on another node or bring one back"
+
+
+def _assign(job: Job, now: float, rank: int, process: Process, recovery: Recovery) -> None:
+    migration = _migration(job)
+    assert migration is not None, "a vacant role belongs to a migration"
+    job.roles[rank] = process.incarnation
+    job.set_process(now, process, state="joiner", rank=rank)
+    job.set_migration(migration.migration_id, state="preparing")
+    job.tell(
+        now, migration.migration_id, "selected", f"{process.incarnation} on {process.node} takes rank {rank}", recovery.cause
+    )
+
+
+def _refuse_to_act(job: Job, now: float, recovery: Recovery) -> None:
+    """Observe-only: the job ends as it would have without tmd."""
+    would = standby.ready(job, now)
+    plan = f"it would have used {would[0].incarnation} on {would[0].node}" if would else "there was no standby it could have used"
+    fail_job(job, now, 1, f"{recovery.sign}; tmd only observes, {plan}")
+
+
+# -------------------------------------------------------------------- installing
+
+
+def _start_attempt(job: Job, now: float, recovery: Recovery) -> str:
+    early = installing.wait_to_retry(job, now)
+    if early is not None:
+        return early
+    if job.failed_attempts and now - recovery.since_s >= job.settings.hold_limit_s:
+        fail_job(job, now, EXIT_GIVEN_UP, f"{recovery.sign}, and {job.failed_attempts} attempts to install an epoch failed")
+        return job.record.reason
+    assert job.record.resolution is not None
+    target = job.record.resolution.target_step
+    joining = {rank: _source(job, rank, recovery) for rank, process in job.holders().items() if not process.can_reach(target)}
+    if any(source.replica_rank is None for source in joining.values()):
+        _nobody_is_left(job, now, recovery)
+        return job.record.reason
+    installing.start(job, now, fresh=False, target_step=target, joining=joining)
+    migration = _migration(job)
+    if migration is not None:
+        job.set_migration(migration.migration_id, state="installing")
+        window = job.windows.get(migration.migration_id)
+        if window is not None:
+            window.mark("select", now)
+    return f"installing epoch {job.record.epoch_limit}"
+
+
+def _source(job: Job, rank: int, recovery: Recovery) -> Source:
+    """Where a joiner takes its role's state from. Replicas are spread over the living members, outside the failed nodes if that
+    can be helped; the record of small state is its buddy's."""
+    assert job.record.resolution is not None
+    target = job.record.resolution.target_step
+    living = [other for other, process in job.holders().items() if process.can_reach(target)]
+    apart = [other for other in living if job.holders()[other].node not in recovery.failed_nodes] or living
+    buddy = job.buddy(rank)
+    return Source(
+        replica_rank=apart[rank % len(apart)] if apart else None,
+        record_rank=buddy if buddy != rank and buddy in living else None,
+    )
+
+
+def _conclude(job: Job, now: float, recovery: Recovery) -> str:
+    """Everybody is linked: what a joiner could not get exactly is said, then the job goes on."""
+    attempt = job.attempt
+    assert attempt is not None
+    inexact = [
+        process
+        for rank, process in job.holders().items()
+        if rank in attempt.install.joining and process.report.record_origin in ("approximate", "missing")
+    ]
+    missing = [process for process in inexact if process.report.record_origin == "missing"]
+    if missing and attempt.install.target_step == 0:
+        lost = f"the small state of {job.name(missing[0])} was lost before the first step"
+        return _restart(job, now, f"{recovery.sign}, and {lost}")
+    lines = tuple(
+        f"step {attempt.install.target_step}: RNG, data position and buffers of {job.name(process)} are "
+        f"{process.report.record_origin}, because it was lost together with its buddy"
+        for process in inexact
+    )
+    event = installing.go(job, now)
+    if lines:
+        job.evolve(now, approximations=(*job.record.approximations, *lines))
+    job.recovery = None
+    for migration in job.open_migrations():
+        if migration.kind == "unplanned":
+            _migration_done(job, now, migration, event)
+    return "running"
+
+
+def _migration_done(job: Job, now: float, migration: MigrationRecord, event: int) -> None:
+    window = job.windows.get(migration.migration_id)
+    if window is not None:
+        window.epoch = job.record.epoch
+        window.joiners = tuple(migration.joiners.values())
+        window.counters |= {incarnation: {} for incarnation in window.joiners}
+    origins = {job.processes[incarnation].report.record_origin for incarnation in migration.joiners.values()}
+    job.set_migration(migration.migration_id, state="copying", record_origin=", ".join(sorted(origins - {""})))
+    job.tell(now, migration.migration_id, "go", f"epoch {job.record.epoch} runs with the joiners", event)

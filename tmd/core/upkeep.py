@@ -1,0 +1,57 @@
+"""What runs beside a job's main course: figures of migrations, retired processes that will not go, nodes to be released."""
+
+from __future__ import annotations
+
+from tmd.core.instructions import ReleaseNode
+from tmd.core.job import Job
+from tmd.core.timings import complete
+
+
+def measure(job: Job, now: float) -> None:
+    """Ends unplanned migrations with their first commit, and fills in what each migration cost once that is known."""
+    holders = list(job.holders().values())
+    for migration in job.open_migrations():
+        if migration.kind == "unplanned" and migration.state == "copying" and job.record.state in ("running", "finishing"):
+            first = job.commits.first_in(job.record.epoch)
+            if first is not None:
+                ranks = ", ".join(map(str, sorted(migration.leavers)))
+                text = f"rank {ranks} replaced, step {first.step} is the first with the joiner"
+                job.end_migration(now, migration.migration_id, "done", text)
+    for migration_id, window in list(job.windows.items()):
+        migration = job.migrations[migration_id]
+        if migration.ended_s is None:
+            continue
+        changes, final = complete(window, migration, job.commits, holders)
+        if changes and (final or migration.downtime_s is None or job.over):
+            job.set_migration(migration_id, **changes)
+        if final or job.over:
+            del job.windows[migration_id]
+
+
+def chase_retired(job: Job, now: float) -> None:
+    """A retired process that has not left in time is no longer named, so its agent kills it."""
+    for process in job.processes.values():
+        if process.leave_until_s is None or process.exited:
+            continue
+        if now < process.leave_until_s:
+            job.wake_at(process.leave_until_s)
+        else:
+            process.leave_until_s = None
+            job.stale = True
+
+
+def release_nodes(job: Job) -> list[ReleaseNode]:
+    """Nodes that were given back and on which nothing of the job runs any more."""
+    released = []
+    for node, reason in list(job.leaving_nodes.items()):
+        agent_id = job.nodes[node].agent_id
+        agent = job.agents.get(agent_id)
+        runs = [
+            process
+            for process in job.processes.values()
+            if process.record.agent_id == agent_id and process.status is not None and not process.exited
+        ]
+        if agent is None or not agent.connected or not runs:
+            del job.leaving_nodes[node]
+            released.append(ReleaseNode(job.job_id, node, reason))
+    return released
