@@ -1,10 +1,10 @@
 """The sandbox's audit hook: while a process rehearses, what its user's code does must stay inside it.
 
-Refused: writing, deleting or renaming files outside scratch (temporary and cache directories, __pycache__, /dev/null, /dev/shm), network
-connections, new programs (but not those that torch or triton start to compile). Reading, memory and forked workers are free.
-It keeps an honest script honest; it is no jail: what a C library opens by itself is not seen, except torch.save and
-safetensors, which are wrapped. Importing this module does nothing; the hook is installed by the first `activate`, and costs
-one comparison per audited event when inactive.
+Refused: writing, deleting or renaming files outside scratch (temporary and cache directories, __pycache__, /dev/null and the
+like), network connections, new programs (but not those that torch or triton start to compile). Reading, memory and forked
+workers are free. It keeps an honest script honest; it is no jail: what a C library opens by itself is not seen, except
+torch.save and safetensors, which are wrapped. Importing this module does nothing; the hook is installed by the first
+`activate`, and costs one comparison per audited event when inactive.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ poisoned or its plan dropped. A joiner's main thread holds at its boundary meanw
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -26,6 +27,9 @@ from tmd_worker.transport.wire import Kind
 #: How long the links of an epoch or plan may take to open; below the daemon's install_timeout_s.
 LINKS_TIMEOUT_S = 25.0
 CONNECT_TIMEOUT_S = 10.0
+
+
+_log = logging.getLogger(__name__)
 
 
 class Installer:
@@ -63,6 +67,7 @@ class Installer:
             if epoch > 0:
                 self._hand_record_to_buddy(epoch)
         except LinkError as error:
+            _log.warning("rank %s: epoch %s: no links: %s", rank, epoch, error)
             self._runtime.tell(core.links_failed, epoch, str(error))
         else:
             self._runtime.tell(core.links_ready, epoch, opened)
@@ -93,6 +98,7 @@ class Installer:
         try:
             opened = self._fabric.stage(plan, rank, LINKS_TIMEOUT_S)
         except LinkError as error:
+            _log.warning("rank %s: plan %s: links not staged: %s", rank, plan.plan_id, error)
             self._runtime.tell(core.stage_failed, plan.plan_id, str(error))
         else:
             faults.point("staged")
@@ -110,7 +116,7 @@ class Installer:
             self._take_tracked_role(rank)
             origin = self._load_from_survivors(install, rank)
         except (StateError, OSError) as error:
-            self._runtime.tell(core.state_failed, epoch, f"{error}")
+            self._report_no_state(epoch, rank, error)
             return
         faults.point("state.loaded")
         self._keep_own_record(epoch, step)
@@ -132,6 +138,10 @@ class Installer:
                 record, tail = receive_record(sock, step - 1, STATE_TIMEOUT_S)
         return self._tracked.adopt_record(record, tail, manifest)
 
+    def _report_no_state(self, epoch: int, rank: int, error: Exception) -> None:
+        _log.warning("rank %s: epoch %s: no state: %s", rank, epoch, error)
+        self._runtime.tell(self._runtime.core.state_failed, epoch, str(error))
+
     # ---------------------------------------------------------------- state, planned
 
     def fetch_from_leaver(self, plan: Plan, rank: int) -> None:
@@ -149,7 +159,7 @@ class Installer:
             self._take_tracked_role(rank)
             step = self._load_from_leaver(plan, rank)
         except (StateError, OSError) as error:
-            self._runtime.tell(core.state_failed, epoch, f"{error}")
+            self._report_no_state(epoch, rank, error)
             return
         faults.point("state.loaded")
         self._keep_own_record(epoch, step)

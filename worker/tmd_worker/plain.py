@@ -1,4 +1,4 @@
-"""The same script without a daemon: plain distributed PyTorch, or a single process. Every step is committed."""
+"""The same script without a daemon: plain distributed PyTorch, or a world of one. Every step is committed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from tmd_worker.state.tracked import Tracked
 from tmd_worker.step import Step, draw_from
@@ -19,13 +20,18 @@ class PlainEngine:
 
     def __init__(self) -> None:
         self._tracked = Tracked()
-        self._joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        self._joined = False
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.live = True
 
     def __enter__(self) -> PlainEngine:
-        if self._joined:
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        if not dist.is_initialized():
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+                dist.init_process_group(backend)
+            else:
+                dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            self._joined = True
         self._tracked.set_role(self.rank, self.world_size)
         return self
 
@@ -35,11 +41,11 @@ class PlainEngine:
 
     @property
     def rank(self) -> int:
-        return dist.get_rank() if self._joined else 0
+        return dist.get_rank()
 
     @property
     def world_size(self) -> int:
-        return dist.get_world_size() if self._joined else 1
+        return dist.get_world_size()
 
     def track(self, name: str, obj: Any, *, undo: bool) -> None:
         self._tracked.add(name, obj, undo=undo)

@@ -27,6 +27,8 @@ NOTICE_S = 10.0
 
 _log = logging.getLogger(__name__)
 
+#: Unique in this process: an id that is used again would get the first answer again.
+_numbers = itertools.count(1)
 #: C++ wrappers such as PrefixStore keep the C++ half of a Python store alive, but not the Python half that they call.
 _alive: list[AgentStore] = []
 
@@ -47,7 +49,6 @@ class AgentStore(Store):
         self._request = request
         self._incarnation = incarnation
         self._away_limit_s = away_limit_s
-        self._numbers = itertools.count(1)
         _alive.append(self)
 
     # ---------------------------------------------------------------- what torch.distributed calls
@@ -118,7 +119,7 @@ class AgentStore(Store):
 
     def _ask(self, operation: Any, key: str = "", **fields: Any) -> StoreReply:
         """One request and its answer, repeated while the daemon is away."""
-        number = next(self._numbers)
+        number = next(_numbers)
         request = StoreRequest(request_id=number, incarnation=self._incarnation, operation=operation, key=key, **fields)
         began_s = time.monotonic()
         said_s = began_s - NOTICE_S

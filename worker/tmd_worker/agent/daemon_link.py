@@ -120,7 +120,7 @@ class DaemonLink:
             try:
                 trouble = await self._connection()
             except (OSError, TimeoutError, aiohttp.ClientError) as error:
-                trouble = str(error) or type(error).__name__
+                trouble = _words(error)
             if self._connected:
                 self._connected = False
                 self._away_since_s = time.monotonic()
@@ -246,6 +246,14 @@ class DaemonLink:
             self._lazy = None
         self._status_due = True
         self._wake.set()
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return error.os_error.strerror or str(error.os_error)
+    if isinstance(error, TimeoutError):
+        return f"no answer within {CONNECT_TIMEOUT_S:.0f} s"
+    return str(error) or type(error).__name__
 
 
 def _request_bytes(request: StoreRequest) -> int:

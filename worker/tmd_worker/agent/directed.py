@@ -148,8 +148,8 @@ class DirectedNode:
         if self.outcome.done():
             return
         if directive.job_over is not None:
-            code, reason = exit_status(directive.job_over.exit_code), directive.job_over.reason
-            self.decide(Outcome(code, f"job {self._settings.job_id} ended with code {code}: {reason}" if code else ""))
+            code = exit_status(directive.job_over.exit_code)
+            self.decide(Outcome(code, f"job {self._settings.job_id} is over here with code {code}: {directive.job_over.reason}"))
             return
         self._match_processes(directive)
         for order in directive.ranks:
@@ -250,6 +250,9 @@ class DirectedNode:
         status, before = message.status, member.status
         if len(FROM_RANK.encode(message)) > STATUS_LIMIT_BYTES:
             self._on_bad(member, f"sent a status of more than {STATUS_LIMIT_BYTES} bytes")
+            return
+        if status.job_id != self._settings.job_id:
+            self._on_bad(member, f"spoke for job {status.job_id!r}")
             return
         if before is not None and status.version <= before.version:
             return

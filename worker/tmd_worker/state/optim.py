@@ -22,14 +22,13 @@ Names = Mapping[int, str]
 
 def refuse_special(name: str, optimizer: Optimizer) -> None:
     """Raises TrackRefused for the kinds whose step cannot be decided once for all ranks."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TrackRefused(
             f"cannot track {name}: LBFGS evaluates the model inside optimizer.step(), after the vote; use an optimizer that "
             "takes no closure"
         )
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    # By name: importing it costs time and a deprecation warning, and who has one has imported it.
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         raise TrackRefused(
             f"cannot track {name}: ZeroRedundancyOptimizer keeps another part of the state on every rank; this release "
             "replaces ranks of replicated data parallel jobs only"

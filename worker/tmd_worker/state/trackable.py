@@ -36,7 +36,7 @@ def unwrapped(obj: Any) -> Any:
     while True:
         if isinstance(obj, DistributedDataParallel):
             obj = obj.module
-        elif isinstance(obj, torch._dynamo.OptimizedModule):
+        elif isinstance(obj, torch.nn.Module) and type(obj).__name__ == "OptimizedModule":
             obj = obj._orig_mod
         else:
             return obj
