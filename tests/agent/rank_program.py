@@ -43,10 +43,10 @@ class Rank:
     def send(self, message: FromRank) -> None:
         self.socket.sendall(frame(FROM_RANK.encode(message)))
 
-    def report(self, phase: Phase, *, incarnation: str | None = None, error: str = "") -> None:
+    def report(self, phase: Phase, *, incarnation: str | None = None, job_id: str = "j1", error: str = "") -> None:
         self.version += 1
         status = RankStatus(
-            job_id="j1",
+            job_id=job_id,
             incarnation=incarnation or self.incarnation,
             version=self.version,
             rank=self.rank,
@@ -69,6 +69,8 @@ def main(mode: str) -> None:
             rank.socket.sendall(frame(b"\xc1 no message"))
         case "impersonate" if welcome.rank == 0:
             rank.report("running", incarnation="i-other")
+        case "other job" if welcome.rank == 0:
+            rank.report("running", job_id="j2")
         case "oversize" if welcome.rank == 0:
             rank.report("failed", error="x" * 100_000)
         case "flood" if welcome.rank == 0:
@@ -82,6 +84,12 @@ def main(mode: str) -> None:
         case "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             print("ignores SIGTERM")
+        case "write":
+            try:
+                with open("/proc/self/comm", "w"):
+                    print("write outside: done")
+            except PermissionError as error:
+                print("write outside:", type(error).__name__)
         case "last words":
             sys.stdout.write("".join(f"line {number}\n" for number in range(20_000)) + "no newline at the end")
             sys.stdout.flush()

@@ -81,6 +81,14 @@ async def test_a_standby_is_named_so_in_the_log_until_it_takes_a_role(rig: Rig, 
     assert "[standby n1/0] i-s runs as None" in agent.out
 
 
+async def test_a_standby_rehearses_under_the_guard_from_its_first_line(rig: Rig, daemon: StandInDaemon) -> None:
+    agent = await rig.directed(daemon, "write")
+    await daemon.direct(spec("i-a", 0), spec("i-s", None, local_rank=1))
+    await until("both have tried", lambda: agent.out.count("write outside") == 2)
+    assert "[rank0] write outside: done" in agent.out
+    assert "[standby n1/1] write outside: SandboxRefused" in agent.out
+
+
 # -------------------------------------------------------------------- ends of processes
 
 
@@ -217,7 +225,7 @@ async def test_the_end_of_the_job_ends_all_ranks_with_its_code(rig: Rig, daemon:
     agent = await two_ranks(rig, daemon)
     await daemon.direct(over=JobOver(exit_code=7, reason="rank 1: ValueError"))
     assert await agent.ended() == 7
-    assert "job j1 ended with code 7: rank 1: ValueError" in agent.err
+    assert "job j1 is over here with code 7: rank 1: ValueError" in agent.err
 
 
 # -------------------------------------------------------------------- signals
@@ -268,6 +276,10 @@ async def test_a_malformed_message_ends_the_rank(rig: Rig, daemon: StandInDaemon
 
 async def test_a_rank_that_speaks_for_another_is_ended(rig: Rig, daemon: StandInDaemon) -> None:
     await bad_rank(rig, daemon, "impersonate", "spoke in the name of incarnation 'i-other'")
+
+
+async def test_a_rank_that_speaks_for_another_job_is_ended(rig: Rig, daemon: StandInDaemon) -> None:
+    await bad_rank(rig, daemon, "other job", "spoke for job 'j2'")
 
 
 async def test_an_oversized_status_ends_the_rank(rig: Rig, daemon: StandInDaemon) -> None:

@@ -49,9 +49,11 @@ def pump() -> LogPump:
 
 def fill(writer: int) -> None:
     """Writes until the pipe takes no more."""
+    os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(writer, b"z" * 1000)
+    os.set_blocking(writer, True)
 
 
 def attach(pump: LogPump, console: int) -> tuple[int, LogStream]:
@@ -91,9 +93,9 @@ def test_a_stalled_terminal_stalls_neither_the_caller_nor_loses_lines(pump: LogP
 
 def test_a_terminal_that_never_reads_does_not_keep_the_agent(pump: LogPump) -> None:
     terminal, console = os.pipe()
+    fill(console)
     writer, _ = attach(pump, console)
-    os.set_blocking(writer, False)
-    fill(writer)
+    os.write(writer, b"a line\n")
     began_s = time.monotonic()
     assert not pump.close(within_s=0.2)
     assert time.monotonic() - began_s < 2.0

@@ -35,7 +35,12 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
         if name.startswith(("TMD_", "SLURM")):
             monkeypatch.delenv(name)
     taken: list[DirectedSettings | PlainSettings] = []
-    monkeypatch.setattr(command_line, "_run", lambda chosen, max_restarts: taken.append(chosen) or 0)
+
+    def take(chosen: DirectedSettings | PlainSettings, max_restarts: int) -> int:
+        taken.append(chosen)
+        return 0
+
+    monkeypatch.setattr(command_line, "_run", take)
 
     def resolve(*arguments: str, **environment: str) -> DirectedSettings | PlainSettings:
         result = CliRunner().invoke(command_line.tmd_run, list(arguments), env=environment)
