@@ -100,6 +100,7 @@ class DaemonCore:
             job.set_node(now, node, state=state, reason=reason)
             if known.state != state:
                 job.drained_since_s[node] = now
+                self._take_back(now, job, node)
                 job.tell(now, node, "node", f"{node} is {state}{f': {reason}' if reason else ''}", 0)
             touched.append(job)
         return self._carry_on(now, *touched)
@@ -235,6 +236,13 @@ class DaemonCore:
             self._node_states.pop(node, None)
         job.set_node(now, node, state=state, reason=reason)
 
+    def _take_back(self, now: float, job: Job, node: str) -> None:
+        """A node that was given back and is up again while its agent is still there is a standby node."""
+        agent = job.agents.get(job.nodes[node].agent_id)
+        if job.node_state(node) == "up" and agent is not None and agent.released and agent.connected and not agent.fenced:
+            agent.released = False
+            job.set_node(now, node, use="standby")
+
     def _refuse(self, now: float, hello: AgentHello, reason: str) -> list[Instruction]:
         self._journal.tell(now, job_id=hello.job_id, subject=hello.node, kind="refused", text=reason)
         persist = self._journal.take()
@@ -265,7 +273,7 @@ class DaemonCore:
         released: list[Instruction] = []
         for job in jobs:
             reconcile(job, now, paused=self._paused, suspects_itself=lambda: self._suspects_itself(now))
-            directed += [DirectAgent(agent_id, order) for agent_id, order in directives.for_agents(job, self._sequence)]
+            directed += [DirectAgent(agent_id, order) for agent_id, order in directives.for_agents(job, now, self._sequence)]
             released += release_nodes(job)
         persist = self._journal.take()
         return [

@@ -24,10 +24,19 @@ class Sequence:
         return self._last
 
 
-def for_agents(job: Job, sequence: Sequence) -> list[tuple[str, AgentDirective]]:
-    """The directives that have changed, by agent."""
-    if not job.stale:
-        return []
+def for_agents(job: Job, now: float, sequence: Sequence) -> list[tuple[str, AgentDirective]]:
+    """The directives that have changed, by agent; and those that an agent which spoke just now may have missed."""
+    changed = _changed(job, sequence) if job.stale else []
+    for agent_id, _ in changed:
+        job.agents[agent_id].sent_s = now
+    for agent in job.agents.values():
+        if agent.sent is not None and agent.heard_s == now and now - agent.sent_s >= job.settings.heartbeat_s:
+            agent.sent_s = now
+            changed.append((agent.agent_id, agent.sent))
+    return changed
+
+
+def _changed(job: Job, sequence: Sequence) -> list[tuple[str, AgentDirective]]:
     job.stale = False
     wanted: dict[str, list[Process]] = {}
     for process in job.processes.values():
@@ -59,7 +68,7 @@ def _for_agent(job: Job, agent: Agent, named: list[Process], sequence: Sequence)
             for process in named
         ),
         ranks=tuple(_for_process(job, process, sequence) for process in named if not process.exited),
-        job_over=_job_over(job, agent, named),
+        job_over=_job_over(job),
     )
     if directive == agent.sent:
         return agent.sent
@@ -73,12 +82,8 @@ def _is_wanted(process: Process) -> bool:
     return process.active or process.record.state == "exited"
 
 
-def _job_over(job: Job, agent: Agent, named: list[Process]) -> JobOver | None:
-    if job.over:
-        return JobOver(exit_code=job.record.exit_code or 0, reason=job.record.reason)
-    if agent.released and not named:
-        return JobOver(exit_code=0, reason=f"node {agent.node} has been given back: {job.nodes[agent.node].reason}")
-    return None
+def _job_over(job: Job) -> JobOver | None:
+    return JobOver(exit_code=job.record.exit_code or 0, reason=job.record.reason) if job.over else None
 
 
 def _for_process(job: Job, process: Process, sequence: Sequence) -> Directive:

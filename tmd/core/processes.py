@@ -118,7 +118,9 @@ class Agent:
     released: bool = False
     #: Standby processes that died before they were ready, by slot.
     stillborn: dict[int, int] = dataclasses.field(default_factory=dict)
+    #: The newest directive, and when it was sent last.
     sent: AgentDirective | None = None
+    sent_s: float = 0.0
 
     @property
     def serves(self) -> bool:
