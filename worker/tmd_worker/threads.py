@@ -20,8 +20,7 @@ def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
     An exception that leaves `target` ends the process with EXIT_THREAD and its traceback.
     """
     thread = threading.Thread(target=_guarded, args=(name, target), name=f"tmd-{name}", daemon=True)
-    with guard.exempt():
-        thread.start()
+    thread.start()
     return thread
 
 
@@ -38,6 +37,7 @@ def end_process(code: int, message: str) -> None:
 
 def _guarded(name: str, target: Callable[[], None]) -> None:
     try:
-        target()
+        with guard.exempt():
+            target()
     except BaseException:
         end_process(EXIT_THREAD, f"thread {name} failed, so this rank ends and will be replaced\n{traceback.format_exc()}")

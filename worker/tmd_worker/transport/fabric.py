@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from tmd.protocol.membership import Member, Membership, Plan
-from tmd_worker import faults
+from tmd_worker import faults, guard
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.core.rank import Admission
 from tmd_worker.discard import StepDiscarded
@@ -421,7 +421,8 @@ class Fabric:
 
     def _guarded(self, body: Callable[[], None]) -> None:
         try:
-            body()
+            with guard.exempt():
+                body()
         except BaseException as error:
             self._events.thread_died(error)
 
