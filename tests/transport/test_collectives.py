@@ -1,0 +1,275 @@
+"""Every collective yields exactly what it is for, on any number of ranks, for any size, dtype and layout."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from tests.transport.mesh import Node, mesh, together
+from tests.transport.ranks import Rank, run_ranks
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
+#: Up to the tree's limit, just above it, more than one frame, and odd numbers of elements.
+SIZES = [0, 1, 5, 1000, 16_385, 70_001, 600_003]
+REDUCTIONS = {
+    "SUM": lambda stack: stack.sum(0),
+    "MIN": lambda stack: stack.amin(0),
+    "MAX": lambda stack: stack.amax(0),
+    "PRODUCT": lambda stack: stack.prod(0),
+}
+
+
+def values(seed: int, rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers: sums and products of a few are exact in every dtype."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(0, 3, (elements,), generator=generator).to(dtype)
+
+
+def expected(name: str, stack: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.bool:
+        return stack.any(0) if name in ("SUM", "MAX") else stack.all(0)
+    wide = stack.to(torch.float64 if dtype.is_floating_point else torch.int64)
+    return REDUCTIONS[name](wide).to(dtype)
+
+
+def cases(seed: int, number: int) -> list[tuple[str, int, torch.dtype]]:
+    choose = random.Random(seed)
+    return [(choose.choice(list(REDUCTIONS)), choose.choice(SIZES), choose.choice(DTYPES)) for _ in range(number)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_allreduce_of_any_size_and_dtype(size: int) -> None:
+    def body(rank: Rank) -> list[str]:
+        wrong = []
+        for seed, (name, elements, dtype) in enumerate(cases(size, 16)):
+            tensor = values(seed, rank.rank, elements, dtype)
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
+            stack = torch.stack([values(seed, other, elements, dtype) for other in range(size)])
+            if not torch.equal(tensor, expected(name, stack, dtype)):
+                wrong.append(f"{name} of {elements} {dtype}")
+        return wrong
+
+    assert run_ranks(size, body) == [[]] * size
+
+
+def test_every_rank_ends_with_the_same_bits_and_so_does_a_second_run() -> None:
+    def body(rank: Rank) -> list[bytes]:
+        results = []
+        for elements in (7, 5000, 200_003):
+            tensor = torch.randn(elements, generator=torch.Generator().manual_seed(rank.rank))
+            dist.all_reduce(tensor)
+            results.append(tensor.numpy().tobytes())
+            average = torch.randn(elements, generator=torch.Generator().manual_seed(rank.rank)).bfloat16()
+            dist.all_reduce(average, dist.ReduceOp.AVG)
+            results.append(average.view(torch.uint8).numpy().tobytes())
+        return results
+
+    first, second = run_ranks(4, body), run_ranks(4, body)
+    assert all(one == first[0] for one in first)
+    assert first == second
+
+
+def test_average_is_the_sum_over_the_size() -> None:
+    def body(rank: Rank) -> list[float]:
+        small, large = torch.full((3,), float(4 * rank.rank)), torch.full((50_000,), float(4 * rank.rank))
+        dist.all_reduce(small, dist.ReduceOp.AVG)
+        dist.all_reduce(large, dist.ReduceOp.AVG)
+        return [*small.tolist(), float(large.min()), float(large.max())]
+
+    assert run_ranks(3, body) == [[4.0] * 5] * 3
+
+
+def test_layouts_that_are_not_contiguous() -> None:
+    def body(rank: Rank) -> list[bool]:
+        base = torch.zeros(300, 400)
+        transposed = base.t()
+        transposed.fill_(rank.rank + 1)
+        dist.all_reduce(transposed)
+        columns = torch.zeros(200, 300)
+        dist.broadcast(columns[:, 10:20].fill_(rank.rank), 1)
+        mine = torch.arange(6).view(2, 3).t()
+        parts = [torch.zeros(2, 3, dtype=torch.int64).t() for _ in range(3)]
+        dist.all_gather(parts, mine + 10 * rank.rank)
+        whole = torch.zeros(2, 9, dtype=torch.int64).t()
+        dist.all_gather_single(whole, mine)
+        scalar = torch.tensor(rank.rank)
+        dist.all_reduce(scalar)
+        return [
+            bool((base == 6).all()),
+            columns[:, 10:20].eq(1).all().item() and columns.sum().item() == 2000,
+            all(torch.equal(part, mine + 10 * i) for i, part in enumerate(parts)),
+            torch.equal(whole, mine.repeat(3, 1)),
+            scalar.item() == 3,
+        ]
+
+    assert run_ranks(3, body) == [[True] * 5] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_what_moves_values_without_changing_them(size: int) -> None:
+    def body(rank: Rank) -> list[str]:
+        wrong = []
+        me = rank.rank
+        for elements in (1, 3000, 700_001):
+            sample = [values(7, other, elements, torch.int32) + other for other in range(size)]
+            for root in range(size):
+                tensor = sample[me].clone()
+                dist.broadcast(tensor, root)
+                if not torch.equal(tensor, sample[root]):
+                    wrong.append(f"broadcast {elements} from {root}")
+            parts = [torch.empty(elements, dtype=torch.int32) for _ in range(size)]
+            dist.all_gather(parts, sample[me])
+            whole = torch.empty(size * elements, dtype=torch.int32)
+            dist.all_gather_single(whole, sample[me])
+            gathered = [torch.empty(elements, dtype=torch.int32) for _ in range(size)] if me == 1 else None
+            dist.gather(sample[me], gathered, dst=1)
+            scattered = torch.empty(elements, dtype=torch.int32)
+            dist.scatter(scattered, sample if me == 0 else None, src=0)
+            if not all(torch.equal(a, b) for a, b in zip(parts, sample, strict=True)):
+                wrong.append(f"all_gather {elements}")
+            if not torch.equal(whole, torch.cat(sample)):
+                wrong.append(f"all_gather_single {elements}")
+            if gathered is not None and not all(torch.equal(a, b) for a, b in zip(gathered, sample, strict=True)):
+                wrong.append(f"gather {elements}")
+            if not torch.equal(scattered, sample[me]):
+                wrong.append(f"scatter {elements}")
+        return wrong
+
+    assert run_ranks(size, body) == [[]] * size
+
+
+def test_reduce_and_reduce_scatter() -> None:
+    def body(rank: Rank) -> list[Any]:
+        tensor = torch.full((40_000,), float(rank.rank))
+        dist.reduce(tensor, 2)
+        parts = [torch.full((30_000,), float(10 * rank.rank + part)) for part in range(3)]
+        listed = torch.empty(30_000)
+        dist.reduce_scatter(listed, parts)
+        single = torch.empty(30_000)
+        dist.reduce_scatter_single(single, torch.cat(parts))
+        return [tensor.unique().tolist(), listed.unique().tolist(), single.unique().tolist(), parts[0].unique().tolist()]
+
+    results = run_ranks(3, body)
+    assert [result[0] for result in results] == [[0.0], [1.0], [3.0]]
+    assert [result[1] for result in results] == [[30.0], [33.0], [36.0]]
+    assert [result[2] for result in results] == [[30.0], [33.0], [36.0]]
+    assert [result[3] for result in results] == [[0.0], [10.0], [20.0]]
+
+
+def test_objects_and_functional_and_coalesced_forms() -> None:
+    def body(rank: Rank) -> list[Any]:
+        gathered: list[Any] = [None] * rank.size
+        dist.all_gather_object(gathered, {"rank": rank.rank, "pad": "x" * rank.rank})
+        listed = [f"from {rank.rank}", [rank.rank]]
+        dist.broadcast_object_list(listed, 1)
+        collected: list[Any] | None = [None] * rank.size if rank.rank == 0 else None
+        dist.gather_object(rank.rank, collected, dst=0)
+        given: list[Any] = [None]
+        dist.scatter_object_list(given, ["a", "b", "c"] if rank.rank == 0 else None, src=0)
+        one = functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD) + 0
+        both = functional.all_reduce_coalesced([torch.ones(2), torch.ones(70_000)], "sum", dist.group.WORLD)
+        cat = functional.all_gather_single(torch.tensor([rank.rank]), 0, dist.group.WORLD) + 0
+        with dist._coalescing_manager():
+            first, second = torch.ones(2), torch.ones(3)
+            dist.all_reduce(first)
+            dist.all_reduce(second)
+        dist.barrier()
+        return [
+            [entry["rank"] for entry in gathered],
+            listed,
+            collected,
+            given,
+            one.tolist(),
+            [float(part.sum()) for part in both],
+            cat.tolist(),
+            first.tolist() + second.tolist(),
+        ]
+
+    results = run_ranks(3, body)
+    for rank, result in enumerate(results):
+        assert result[0] == [0, 1, 2]
+        assert result[1] == ["from 1", [1]]
+        assert result[2] == ([0, 1, 2] if rank == 0 else None)
+        assert result[3] == [["a", "b", "c"][rank]]
+        assert result[4] == [3.0] * 3
+        assert result[5] == [6.0, 210_000.0]
+        assert result[6] == [0, 1, 2]
+        assert result[7] == [3.0] * 5
+
+
+def test_a_subgroup_made_while_live_has_its_own_links() -> None:
+    def body(rank: Rank) -> list[Any]:
+        even = dist.new_group([0, 2])
+        odd = dist.new_group([1, 3])
+        mine = even if rank.rank % 2 == 0 else odd
+        tensor = torch.tensor([rank.rank])
+        dist.all_reduce(tensor, group=mine)
+        alone = dist.new_group([rank.rank], use_local_synchronization=True)
+        dist.all_reduce(torch.ones(1), group=alone)
+        name = mine.group_name
+        return [tensor.item(), dist.get_rank(mine), sorted(rank.fabric.links()[name])]
+
+    assert run_ranks(4, body) == [[2, 0, [2]], [4, 0, [3]], [2, 1, [0]], [4, 1, [1]]]
+
+
+def test_links_follow_the_algorithms_and_are_no_full_mesh() -> None:
+    with mesh(8) as made:
+        peers = {node.rank: sorted(node.fabric.links()["world"]) for node in made.nodes}
+        votes = {node.rank: sorted(node.fabric.links()["tmd.session"]) for node in made.nodes}
+    assert peers[0] == [1, 2, 7]
+    assert peers[3] == [1, 2, 4, 7]
+    assert votes == {0: [1, 2], 1: [0, 3, 4], 2: [0, 5, 6], 3: [1, 7], 4: [1], 5: [2], 6: [2], 7: [3]}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda world: world.alltoall([torch.ones(1)], [torch.ones(1)]), "alltoall"),
+        (lambda world: world.recv_anysource([torch.ones(1)], 0), "recv_anysource"),
+        (lambda world: world.allreduce([torch.ones(1, dtype=torch.int32)], options("BAND")), "BAND"),
+        (lambda world: world.allreduce([torch.ones(1, dtype=torch.int32)], options("AVG")), "AVG needs floating point"),
+        (lambda world: world.allreduce([torch.ones(2).to_sparse()], options("SUM")), "dense CPU tensors"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(call: Any, name: str) -> None:
+    with mesh(1) as made, pytest.raises((NotImplementedError, TypeError), match=name):
+        call(made.nodes[0].world)
+
+
+def options(name: str) -> Any:
+    made = dist.AllreduceOptions()
+    made.reduceOp = getattr(dist.ReduceOp, name)
+    return made
+
+
+def test_ranks_that_call_different_collectives_end_with_a_plain_message() -> None:
+    with mesh(2) as made:
+        together(made.nodes, lambda node: differing(node))
+        errors = [str(error) for node in made.nodes for error in node.events.died]
+        for node in made.nodes:
+            node.events.died.clear()
+    assert errors
+    assert "the ranks call different collectives" in errors[0]
+
+
+def differing(node: Node) -> None:
+    node.world.allreduce([torch.ones(10 + node.rank)], options("SUM"))
+    with node.events.changed:
+        node.events.changed.wait_for(lambda: bool(node.events.died) or node.events.poisoned_epoch >= 0, 10)
+    node.events.poison(0, "enough seen")
