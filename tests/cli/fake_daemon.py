@@ -115,6 +115,7 @@ DONE: dict[str, Any] = {
 RANK = rank_view("local-1.2", "n2", rank=1, phase="running", pid=4711)
 STANDBY = rank_view("local-1.5", "n5", rank=None, phase="ready", pid=4712)
 NODE = NodeRecord(node="n2", job_id="local-1", state="draining", use="training", labels={"rack": "r1"}, reason="fan")
+FORMER = NodeRecord(node="n2", job_id="local-0", state="up", use="released")
 JOB = JobView(
     record=JobRecord(
         job_id="local-1",
@@ -145,7 +146,10 @@ NODES = {
             "address": "127.0.0.12",
             "labels": {"rack": "r1", "zone": "z1"},
             "reason": "fan",
-            "uses": [plain(NodeView(record=NODE, state="draining", ranks=(1,), sentence="rank 1 moves to n5"))],
+            "uses": [
+                plain(NodeView(record=FORMER, state="draining", sentence="not of interest any more")),
+                plain(NodeView(record=NODE, state="draining", ranks=(1,), sentence="rank 1 moves to n5")),
+            ],
         },
         {
             "name": "n6",

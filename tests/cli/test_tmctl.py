@@ -142,6 +142,13 @@ def test_an_act_asks_for_what_was_said(
     assert json.loads(fine(tmctl(*arguments, "--json"))) == answer
 
 
+def test_nodes_leave_out_what_they_were_used_for_once(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    daemon.answers["GET /v1/nodes"] = NODES
+    lines = fine(tmctl("nodes")).splitlines()
+    assert [line.split()[0] for line in lines] == ["node", "n2", "n6"]
+    assert "local-0" not in lines[1]
+
+
 def test_names_are_quoted_on_the_way(daemon: FakeDaemon, tmctl: Tmctl) -> None:
     tmctl("job", "show", "a/b?c")
     assert daemon.asked[0][0] == "GET /v1/jobs/a%2Fb%3Fc"

@@ -9,6 +9,8 @@ import click
 from tmd.cli.output import NOTHING, Listing, age, clock, lines, ms, show
 from tmd.core.records import PHASES
 
+#: Uses of a node that are not over.
+_HELD = ("training", "standby")
 #: A chain of causes is indented this deep at most.
 _DEEPEST = 8
 
@@ -91,9 +93,7 @@ def _rank_listing(title: str, views: list[dict[str, Any]]) -> Listing:
         record = view["record"]
         phase = view["phase"] or record["state"]
         address = f"{view['host']}:{view['port']}" if view["port"] else NOTHING
-        heard = (
-            age(view["last_heard_s"]) if view["connected"] or not view["last_heard_s"] else f"{age(view['last_heard_s'])} (lost)"
-        )
+        heard = age(view["last_heard_s"]) + ("" if view["connected"] else " (agent away)")
         row = (record["rank"], record["incarnation"], record["node"], view["pid"] or None, address, phase)
         rows.append((*row, view["run_epoch"], view["next_step"], heard, view["sentence"] or record["reason"]))
     headers = ("rank", "incarnation", "node", "pid", "address", "phase", "epoch", "next step", "heard ago", "now")
@@ -112,8 +112,8 @@ def show_standbys(views: list[dict[str, Any]]) -> None:
 def show_nodes(answer: dict[str, Any]) -> None:
     rows = []
     for node in answer["nodes"]:
-        uses = node["uses"] or [None]
-        for use in uses:
+        uses = [use for use in node["uses"] if use["record"]["use"] in _HELD]
+        for use in uses or [None]:
             row = (node["name"], node["state"], node["manager_state"], _labels(node["labels"]), node["address"])
             rows.append((*row, *_use(use), (use or {}).get("sentence") or node["reason"]))
     headers = ("node", "state", "manager says", "labels", "address", "job", "use", "ranks", "standbys ready", "now")
