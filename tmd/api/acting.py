@@ -14,7 +14,6 @@ from tmd.api.reading import find_job, find_migration, job_json
 from tmd.core.instructions import Instruction
 from tmd.core.views import JobView
 from tmd.daemon.admission import check_name
-from tmd.daemon.identity import user_name
 
 log = logging.getLogger("tmd.api")
 
@@ -52,8 +51,8 @@ async def request_migration(request: web.Request) -> web.Response:
     if wanted.dry_run:
         explained = await context.loop.ask(lambda now: (context.core.explain_migration(now, wanted.job, **target), []))
         return answer({"explanation": explained})
-    migration_id = await context.loop.ask(lambda now: context.core.request_migration(now, wanted.job, **target, who=caller.who))
-    log.info("migration asked for by %s", caller.who, extra={"job": wanted.job, "migration": migration_id})
+    migration_id = await context.loop.ask(lambda now: context.core.request_migration(now, wanted.job, **target, who=caller.name))
+    log.info("migration asked for by %s", caller.name, extra={"job": wanted.job, "migration": migration_id})
     migration = await find_migration(context, caller, migration_id)
     return answer({"migration_id": migration_id, "migration": migration}, status=201)
 
@@ -64,7 +63,7 @@ async def abort_migration(request: web.Request) -> web.Response:
     caller = context.caller(request)
     migration_id = request.match_info["migration"]
     await find_migration(context, caller, migration_id)
-    await _decide(context, lambda now: context.core.abort_migration(now, migration_id, caller.who))
+    await _decide(context, lambda now: context.core.abort_migration(now, migration_id, caller.name))
     return answer(await find_migration(context, caller, migration_id))
 
 
@@ -76,7 +75,7 @@ async def cancel_job(request: web.Request) -> web.Response:
     view = await find_job(context, caller, job_id)
     if context.core.job(job_id) is None:
         raise ApiError(409, f"job {job_id} is {view.record.state} already", "nothing to do")
-    await _decide(context, lambda now: context.core.cancel_job(now, job_id, caller.who))
+    await _decide(context, lambda now: context.core.cancel_job(now, job_id, caller.name))
     return answer(job_json(await find_job(context, caller, job_id)))
 
 
@@ -102,7 +101,7 @@ async def drain_node(request: web.Request) -> web.Response:
     if not reason:
         raise ApiError(400, "a drain needs a reason", "say why, for whoever finds the node drained: --reason 'bad DIMM'")
     node = request.match_info["node"]
-    await context.manager.drain(node, f"{reason} ({user_name(caller.uid)})")
+    await context.manager.drain(node, f"{reason} ({caller.name})")
     return await _node_answer(context, caller, node, "drained")
 
 
@@ -128,8 +127,8 @@ async def unpause(request: web.Request) -> web.Response:
 async def _set_paused(request: web.Request, paused: bool) -> web.Response:
     context = request.app[CONTEXT]
     caller = context.operator(request)
-    await _decide(context, lambda now: context.core.set_paused(now, paused, caller.who))
-    log.warning("%s by %s", "paused" if paused else "no longer paused", caller.who)
+    await _decide(context, lambda now: context.core.set_paused(now, paused, caller.name))
+    log.warning("%s by %s", "paused" if paused else "no longer paused", caller.name)
     return answer({"paused": context.loop.paused})
 
 
@@ -138,7 +137,7 @@ async def _decide(context: Context, event: Callable[[float], list[Instruction]])
 
 
 async def _node_answer(context: Context, caller: Caller, node: str, what: str) -> web.Response:
-    log.warning("node %s by %s", what, caller.who, extra={"node": node})
+    log.warning("node %s by %s", what, caller.name, extra={"node": node})
     view = next((view for view in await context.manager.nodes() if view.name == node), None)
     return answer({"node": node, "state": view.meaning if view is not None else "unknown"})
 

@@ -61,9 +61,9 @@ class Caller:
     operator: bool
 
     @property
-    def who(self) -> str:
+    def name(self) -> str:
         """For the records."""
-        return f"{'operator' if self.operator else 'user'} {user_name(self.uid)}"
+        return user_name(self.uid)
 
     def may_see(self, job: JobRecord | None) -> bool:
         return self.operator or (job is not None and job.owner_uid == self.uid)

@@ -32,6 +32,8 @@ HELLO_TIMEOUT_S = 10.0
 SILENCE_LIMIT_S = 60.0
 #: A message that the agent's machine has not taken after so long ends the connection.
 SEND_TIMEOUT_S = 30.0
+#: An agent has this long to acknowledge the end of its connection.
+CLOSE_TIMEOUT_S = 1.0
 #: Store requests of one agent that may wait at a time; more are left unread.
 STORE_REQUESTS_OPEN = 1024
 
@@ -130,7 +132,7 @@ class AgentHub:
         assert self._loop is not None, "attach comes first"
         if self._loop.overloaded or self._stopping:
             raise web.HTTPServiceUnavailable(text="the daemon is busy or stopping: come back in a moment")
-        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False)
+        socket = web.WebSocketResponse(timeout=CLOSE_TIMEOUT_S, max_msg_size=MAX_MESSAGE_BYTES, compress=False)
         await socket.prepare(request)
         try:
             connection = await self._admit(self._loop, socket, peer_uid(request))

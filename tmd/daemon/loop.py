@@ -191,7 +191,7 @@ class CoreLoop:
         if self.failing_since_s is None:
             self.failing_since_s = self._clock()
         log.error(
-            "ledger cannot be written: %s; training goes on, but no migration or recovery can until this is repaired "
+            "the ledger cannot be written: %s; training goes on, but no migration or recovery can until this is repaired "
             "(disk full? permissions? database down?); next attempt in %.1f s",
             error,
             pause_s,

@@ -62,7 +62,7 @@ def serve(config_file: Path | None, observe_only: bool | None, **daemon: str | N
     except (BadDatabaseUrl, UnknownUser) as error:
         _end(EXIT_USAGE, str(error))
     except (CannotStart, LedgerUnavailable, UnknownRevision, DBAPIError, OSError) as error:
-        _end(EXIT_CANNOT_START, str(error))
+        _end(EXIT_CANNOT_START, f"cannot start: {error}")
     except LedgerTakenOver as error:
         _end(EXIT_TAKEN_OVER, str(error))
     except Exception as error:

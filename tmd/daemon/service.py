@@ -198,15 +198,17 @@ async def _resource_manager(
 @contextlib.asynccontextmanager
 async def _listening(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=STOP_TIMEOUT_S)
+    path = listener.getsockname() if listener.family == socket.AF_UNIX else None
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()
         yield
     finally:
-        await runner.cleanup()
-        if listener.family == socket.AF_UNIX:
+        if path is not None:
+            # While it still listens: later it might be the next daemon's.
             with contextlib.suppress(OSError):
-                os.unlink(listener.getsockname())
+                os.unlink(path)
+        await runner.cleanup()
 
 
 def _unix_socket(path: Path) -> socket.socket:

@@ -215,7 +215,7 @@ def _translated(shown_url: str) -> Iterator[None]:
     except (sqlalchemy.exc.IntegrityError, sqlalchemy.exc.ProgrammingError, sqlalchemy.exc.DataError):
         raise
     except (sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError, OSError) as error:
-        raise LedgerUnavailable(f"{shown_url}: {_reason(error)}") from error
+        raise LedgerUnavailable(f"ledger {shown_url}: {_reason(error)}") from error
 
 
 def _reply_row(key: tuple[str, str, int], reply: bytes) -> dict[str, object]:
