@@ -239,6 +239,28 @@ def test_a_leaver_is_brought_back_by_a_new_table() -> None:
     assert rig.core.status().phase == "running"
 
 
+def test_a_frozen_leaver_does_not_mind_that_its_links_are_closed() -> None:
+    """1. flip; 2. the first yes with the joiner: the stayers close their links to the leaver, long before the daemon knows."""
+    rig = leaver()
+    rig.commit()
+    rig.core.boundary()
+    assert rig.core.link_broken(0, 2, orderly=True, reason="stop") == []
+    status = rig.core.status()
+    assert (status.phase, status.poisoned_epoch) == ("frozen", -1)
+
+
+def test_a_leaver_that_is_brought_back_minds_its_new_links() -> None:
+    """Still frozen, it opens the links of the next table: one that breaks before the word to go on fails the installation."""
+    rig = leaver()
+    rig.commit()
+    rig.core.boundary()
+    rig.order(poison_epoch=1, plan=None, armed=False)
+    rig.order(resolution=Resolution(epoch=1, target_step=1), install=Install(membership=table(2), target_step=1, joining={}))
+    rig.core.links_ready(2, 4)
+    rig.core.link_broken(2, 0, orderly=False, reason="end of file")
+    assert rig.core.status().failed_epoch == 2
+
+
 def test_a_failure_after_the_flip_ends_the_new_epoch_on_a_stayer() -> None:
     rig = stayer()
     rig.commit(ready_leavers=1)

@@ -82,6 +82,8 @@ class Checks:
         self._moved_s = self.world.now
         self._speaks(epoch, rank.rank, rank.incarnation)
         self._live_s.setdefault(epoch, self.world.now)
+        if epoch in self._chains and not self._approximations():
+            self.fail("1 bit identity", f"epoch {epoch} runs with approximate state and the ledger does not say so")
         if self._first_step.setdefault(epoch, step) > step:
             self.fail(
                 "2 exactly once", f"{rank.name} runs step {step} in epoch {epoch}, which began at {self._first_step[epoch]}"
@@ -220,9 +222,6 @@ class Checks:
 
     def approximated(self, epoch: int, step: int, rank: int) -> None:
         """From here on the run is that of a job in which this rank continued with other small state."""
-        job = self._job()
-        if job is None or not job.approximations:
-            self.fail("1 bit identity", f"rank {rank} goes on with approximate state and the ledger does not say so")
         chain = self._chain(epoch)
         private = list(chain.private(step))
         private[rank] = approximate_private(chain.params(step), rank)
@@ -235,7 +234,7 @@ class Checks:
         for event in rows.events:
             note("ledger", f"{event.kind} {event.subject}: {event.text}")
 
-    def directed(self, directive: AgentDirective) -> None:
+    def directed(self, node: str, directive: AgentDirective) -> None:
         """Nothing reaches a rank that is not in the ledger."""
         job = self._job()
         for order in directive.ranks:
@@ -243,8 +242,10 @@ class Checks:
                 self.fail("ledger first", "a rank is directed before its job is in the ledger")
                 return
             self._directed(job, order)
-        if directive.job_over is not None and (job is None or job.state not in ("done", "failed")):
-            self.fail("ledger first", f"the job is over, the ledger says {job.state if job else 'nothing'}")
+        if directive.job_over is not None and not self.job_over:
+            record = self.world.ledger.nodes.get((self.world.job_id, node))
+            if record is None or record.use not in ("released", "lost"):
+                self.fail("ledger first", f"{node} is sent away, the ledger has {record}")
 
     def _directed(self, job: JobRecord, order: Directive) -> None:
         if order.poison_epoch > job.poison_epoch:
@@ -267,6 +268,10 @@ class Checks:
     def _job(self) -> JobRecord | None:
         return self.world.ledger.jobs.get(self.world.job_id)
 
+    def _approximations(self) -> tuple[str, ...]:
+        job = self._job()
+        return job.approximations if job is not None else ()
+
     @property
     def job_over(self) -> bool:
         job = self._job()
@@ -287,7 +292,7 @@ class Checks:
         if job.state == "failed":
             self._failed_for_a_reason(job)
         else:
-            self._done(job)
+            self._done()
         for migration in self.world.ledger.migrations.values():
             if migration.state not in ("done", "aborted", "failed") or not (migration.reason or migration.state == "done"):
                 self.fail(
@@ -305,16 +310,16 @@ class Checks:
         if not self.faults:
             self.fail("liveness", f"the job failed though nothing was done to it: {job.reason}")
 
-    def _done(self, job: JobRecord) -> None:
+    def _done(self) -> None:
         """Every role was carried to its end, with the state of the undisturbed run."""
-        total = self.world.total_steps
-        assert job.table is not None
-        for rank, member in job.table.members.items():
-            process = self.world.processes[member.incarnation]
-            state = process.state
+        total, ended = self.world.total_steps, set()
+        for process in self.world.processes.values():
+            state, rank = process.state, process.rank
+            if process.core.phase != "finished" or rank is None or state is None:
+                continue
+            ended.add(rank)
             chain = self._chain(process.core.run_epoch)
-            if state is None or state.step != total:
-                self.fail("2 exactly once", f"rank {rank} ended with {state} of {total} steps")
-                return
-            if state.params != chain.params(total) or state.private != chain.private(total)[rank]:
-                self.fail("1 bit identity", f"rank {rank} ended with another state")
+            if (state.step, state.params, state.private) != (total, chain.params(total), chain.private(total)[rank]):
+                self.fail("1 bit identity", f"{process.name} ended rank {rank} with {state}")
+        if len(ended) < self.world.world_size:
+            self.fail("2 exactly once", f"the job is done and only ranks {sorted(ended)} came to step {total}")

@@ -112,6 +112,7 @@ class SimDaemon(Actor):
                     self.crash()
                     return
             self._carry_out_one(instruction)
+        self.core.validate()
         deadline_s = self.core.next_deadline()
         if deadline_s is not None and deadline_s < self._alarm_s - 1e-9:
             self._alarm_s = max(deadline_s, self.world.now)
@@ -127,7 +128,9 @@ class SimDaemon(Actor):
         elif isinstance(instruction, RefuseAgent):
             self._send(instruction.agent_id, "refuse", instruction.reason)
         elif isinstance(instruction, DirectAgent):
-            world.checks.directed(instruction.directive)
+            agent = self._agents.get(instruction.agent_id)
+            if agent is not None:
+                world.checks.directed(agent.machine.name, instruction.directive)
             self._send(instruction.agent_id, "directed", instruction.directive)
         elif isinstance(instruction, ReleaseNode):
             world.note(self.name, f"releases {instruction.node}: {instruction.reason}")

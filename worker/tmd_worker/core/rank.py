@@ -324,11 +324,14 @@ class RankCore:
         """A link of a group closed. `orderly`: the peer sent STOP first, so it lives and is poisoned itself.
 
         A link kept over a flip may still be reported under the epoch before: that breaks the live one. Only links to
-        the leavers may close then.
+        the leavers may close then. A frozen leaver takes part in nothing: the others close their links to it when they
+        are done with it.
         """
         if self._finished or epoch <= self.poisoned_epoch:
             return []
         if epoch < self.live_epoch and peer in self._left:
+            return []
+        if self._frozen and epoch <= self.live_epoch:
             return []
         if not orderly:
             self.broken_ranks.add(peer)
