@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the functional collectives import it when first called: once here, not in every rank process
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 

@@ -159,11 +159,10 @@ def test_a_dead_member_fails_the_opening_at_once() -> None:
 
 
 def test_a_member_that_does_not_come_fails_the_opening_in_time() -> None:
-    with mesh(2, live=False) as made:
-        with pytest.raises(LinkError, match="did not open its link of group"):
-            made.nodes[0].fabric.open(made.table(0), 0, 0.2)
-        with pytest.raises(LinkError, match="rank 0 was not ready in time: epoch 0 is not known here yet|no answer in time"):
-            made.nodes[1].fabric.open(made.table(0), 1, 0.2)
+    with mesh(2, live=False) as made, pytest.raises(LinkError, match="did not open its link of group"):
+        made.nodes[0].fabric.open(made.table(0), 0, 0.2)
+    with mesh(2, live=False) as made, pytest.raises(LinkError, match="rank 0 was not ready in time: epoch 0 is not known here yet"):
+        made.nodes[1].fabric.open(made.table(0), 1, 0.2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -99,6 +99,8 @@ class Listener:
 
     def close(self) -> None:
         """Ends the thread, which closes the socket."""
+        if self._closing:
+            return
         self._closing = True
         os.eventfd_write(self._wake, 1)
 

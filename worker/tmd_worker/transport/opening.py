@@ -74,15 +74,19 @@ class Inbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._sockets: dict[tuple[str, int, int, str], socket.socket] = {}
+        self._closed_epoch = -1
 
     def put(self, sock: socket.socket, hello: Hello) -> None:
         with self._changed:
             key = (hello.group, hello.epoch, hello.rank, hello.incarnation)
-            older = self._sockets.pop(key, None)
-            self._sockets[key] = sock
-            self._changed.notify_all()
-        if older is not None:
-            older.close()
+            useless = self._sockets.pop(key, None)
+            if hello.epoch > self._closed_epoch:
+                self._sockets[key] = sock
+                self._changed.notify_all()
+            else:
+                useless = sock  # closed since it was judged
+        if useless is not None:
+            useless.close()
 
     def take(self, request: LinkRequest, attempt: Attempt) -> socket.socket:
         """Waits for the peer to dial. Raises LinkError or Cancelled."""
@@ -107,6 +111,7 @@ class Inbox:
     def close(self, epoch: int) -> None:
         """Drops what nobody took for epochs up to this one."""
         with self._changed:
+            self._closed_epoch = max(self._closed_epoch, epoch)
             stale = [self._sockets.pop(key) for key in list(self._sockets) if key[1] <= epoch]
             self._changed.notify_all()
         for sock in stale:
@@ -141,7 +146,7 @@ class Opener:
                     opened[request] = sock
                     pause_s = RETRY_FIRST_S
                     continue
-                if time.monotonic() > attempt.deadline_s:
+                if time.monotonic() + 2 * pause_s > attempt.deadline_s:
                     raise LinkError(f"rank {request.peer} was not ready in time: {reason}")
                 todo.append(request)
                 attempt.pause(pause_s)

@@ -56,7 +56,7 @@ class Ports:
                 sock.settimeout(timeout_s)
                 return sock
             sock.close()
-            if verdict.answer == "refused" or time.monotonic() + pause_s > deadline_s:
+            if verdict.answer == "refused" or time.monotonic() + 2 * pause_s > deadline_s:
                 raise LinkError(f"{member.incarnation} on {member.node} refused a {kind} connection: {verdict.reason}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)

@@ -68,6 +68,8 @@ class Watcher:
         os.close(self._wake)
 
     def close(self) -> None:
+        if self._closing:
+            return
         self._closing = True
         os.eventfd_write(self._wake, 1)
 

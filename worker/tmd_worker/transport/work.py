@@ -45,8 +45,8 @@ class TmdWork(Work):
     def end(self, outcome: Outcome, failure: str = "") -> None:
         self.outcome = outcome
         self._failure = failure
-        self._ended.set()
         self._future.set_result(self._result)
+        self._ended.set()
 
     def ended_within(self, timeout_s: float) -> bool:
         """Waits without raising anything."""
