@@ -13,7 +13,8 @@ from tmd.demo.losses import RunResult, read_run
 from tmd.demo.stack import Stack, StackError
 
 POLL_S = 0.2
-ENDED = ("done", "aborted", "failed")
+#: An agent starts a Python interpreter and connects; on a busy machine that takes seconds.
+AGENTS_TIMEOUT_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,11 +82,15 @@ class _Watch:
         self._first_pids: dict[int, int] = {}
         self._last_pids: dict[int, int] = {}
         self._said: dict[str, str] = {}
+        self._started = time.monotonic()
 
     def until_end(self, out: Path) -> Run:
         deadline = time.monotonic() + self._shape.timeout_s
         while True:
             view = self._stack.job(self._job_id)
+            if view is None:
+                self._wait_for_agents(out)
+                continue
             record = view["record"]
             self._observe(view)
             if record["state"] == "done":
@@ -111,6 +116,13 @@ class _Watch:
             stayers_restarted=len(changed - self._touched),
             approximations=tuple(record["approximations"]),
         )
+
+    def _wait_for_agents(self, out: Path) -> None:
+        """The daemon knows a job from its first agent on. Raises RunFailed if none has come in time, or all have ended."""
+        agents = self._stack.client.get(f"/v1/local/jobs/{self._job_id}")["agents"]
+        if time.monotonic() - self._started > AGENTS_TIMEOUT_S or not any(agent["running"] for agent in agents):
+            raise RunFailed(f"no agent of job {self._job_id} has reached the daemon; logs: {out / 'logs'}")
+        time.sleep(POLL_S)
 
     def _migrations(self) -> list[dict[str, Any]]:
         found = self._stack.client.get(f"/v1/migrations?job={self._job_id}")["migrations"]

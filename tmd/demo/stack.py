@@ -81,8 +81,14 @@ class Stack:
         job_id: str = self.client.post("/v1/local/jobs", request)["job_id"]
         return job_id
 
-    def job(self, job_id: str) -> dict[str, Any]:
-        view: dict[str, Any] = self.client.get(f"/v1/jobs/{job_id}")
+    def job(self, job_id: str) -> dict[str, Any] | None:
+        """JobView as JSON; None as long as the daemon knows no such job."""
+        try:
+            view: dict[str, Any] = self.client.get(f"/v1/jobs/{job_id}")
+        except ClientError as error:
+            if error.status == 404:
+                return None
+            raise
         return view
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
