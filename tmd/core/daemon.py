@@ -100,7 +100,6 @@ class DaemonCore:
             job.set_node(now, node, state=state, reason=reason)
             if known.state != state:
                 job.drained_since_s[node] = now
-                self._take_back(now, job, node)
                 job.tell(now, node, "node", f"{node} is {state}{f': {reason}' if reason else ''}", 0)
             touched.append(job)
         return self._carry_on(now, *touched)
@@ -236,13 +235,6 @@ class DaemonCore:
             self._node_states.pop(node, None)
         job.set_node(now, node, state=state, reason=reason)
 
-    def _take_back(self, now: float, job: Job, node: str) -> None:
-        """A node that was given back and is up again while its agent is still there is a standby node."""
-        agent = job.agents.get(job.nodes[node].agent_id)
-        if job.node_state(node) == "up" and agent is not None and agent.released and agent.connected and not agent.fenced:
-            agent.released = False
-            job.set_node(now, node, use="standby")
-
     def _refuse(self, now: float, hello: AgentHello, reason: str) -> list[Instruction]:
         self._journal.tell(now, job_id=hello.job_id, subject=hello.node, kind="refused", text=reason)
         persist = self._journal.take()
@@ -261,10 +253,11 @@ class DaemonCore:
         raise Refused(f"there is no migration {migration_id}; tmctl migrations lists them")
 
     def _suspects_itself(self, now: float) -> bool:
-        """More than half of all agents, and at least two, are silent: the fault may be on this side."""
+        """More than half of all agents, and at least two, are silent: the fault may be on this side. Half the time that silence
+        may last is enough to count, because agents do not fall silent at the very same moment."""
         everybody = [agent for job in self._jobs.values() if not job.over for agent in job.agents.values() if agent.serves]
-        timeout_s = self._settings.heartbeat_timeout_s
-        silent = [agent for agent in everybody if not agent.connected or now - agent.heard_s >= timeout_s]
+        patience_s = self._settings.heartbeat_timeout_s / 2
+        silent = [agent for agent in everybody if not agent.connected or now - agent.heard_s >= patience_s]
         return len(silent) >= 2 and 2 * len(silent) > len(everybody)
 
     def _carry_on(self, now: float, *jobs: Job, greeting: WelcomeAgent | None = None) -> list[Instruction]:

@@ -68,7 +68,7 @@ def _for_agent(job: Job, agent: Agent, named: list[Process], sequence: Sequence)
             for process in named
         ),
         ranks=tuple(_for_process(job, process, sequence) for process in named if not process.exited),
-        job_over=_job_over(job),
+        job_over=_job_over(job, agent, named),
     )
     if directive == agent.sent:
         return agent.sent
@@ -82,8 +82,12 @@ def _is_wanted(process: Process) -> bool:
     return process.active or process.record.state == "exited"
 
 
-def _job_over(job: Job) -> JobOver | None:
-    return JobOver(exit_code=job.record.exit_code or 0, reason=job.record.reason) if job.over else None
+def _job_over(job: Job, agent: Agent, named: list[Process]) -> JobOver | None:
+    if job.over:
+        return JobOver(exit_code=job.record.exit_code or 0, reason=job.record.reason)
+    if agent.released and not named:
+        return JobOver(exit_code=0, reason=f"node {agent.node} has been given back: {job.nodes[agent.node].reason}")
+    return None
 
 
 def _for_process(job: Job, process: Process, sequence: Sequence) -> Directive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tmd.core import planned
 from tmd.core.job import Job, Recovery
 from tmd.protocol.membership import Resolution
 
@@ -44,12 +45,12 @@ def consider_finishing(job: Job, now: float) -> None:
         _give_roles_back(job, now, job.recovery)
         job.recovery = None
     job.finishing_since_s = now
-    job.evolve(now, state="finishing", plan=None, armed=False)
+    planned.dissolve(job, now)
+    job.evolve(now, state="finishing")
     event = job.tell(now, job.job_id, "finishing", "every step is committed: the ranks go on to their end")
     for migration in job.open_migrations():
         outcome = "aborted" if migration.kind == "planned" else "failed"
         job.end_migration(now, migration.migration_id, outcome, "the job had finished before it was done", event)
-    job.flight = None
 
 
 def _give_roles_back(job: Job, now: float, recovery: Recovery) -> None:

@@ -45,8 +45,10 @@ def advance(job: Job, now: float) -> str:
     if job.over:
         return job.record.reason
     missing = job.vacant()
-    if missing:
-        if job.record.state == "restarting" and job.is_vacant_too_long(now):
+    if not missing:
+        job.vacant_since_s = None
+    else:
+        if any(_was_started(job, position) for position in _vacant_positions(job)) and job.is_vacant_too_long(now):
             fail_job(job, now, EXIT_GIVEN_UP, f"no node for rank {missing[0]} came in {job.settings.hold_limit_s:g} s")
             return job.record.reason
         nodes = len({rank // job.record.nproc_per_node for rank in missing})

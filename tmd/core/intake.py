@@ -26,11 +26,12 @@ def take_status(job: Job, now: float, agent: Agent, status: AgentStatus) -> bool
     for process in job.processes.values():
         known = process.status
         if process.record.agent_id == agent.agent_id and process.incarnation not in named and known is not None:
-            process.status = msgspec.structs.replace(known, state="exited")
+            _take_process(job, now, process, msgspec.structs.replace(known, state="exited"))
     return True
 
 
 def _take_process(job: Job, now: float, process: Process, word: ProcessStatus) -> None:
+    job.stale = job.stale or (word.state == "exited" and process.leaving)
     process.status = word
     report = word.rank
     if not process.active or report is None or report.incarnation != process.incarnation:

@@ -116,6 +116,7 @@ def lose(job: Job, now: float, process: Process, reason: str, cause: int | None 
         call_off(job, now, f"{name} is lost: {reason}", sign_s=_first_seen(process, now), cause=event)
         note_loss(job, rank, process)
     del job.roles[rank]
+    job.attempt = None
     job.stale = True
 
 

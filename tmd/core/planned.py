@@ -90,6 +90,7 @@ def _write_plan(job: Job, now: float, migration: MigrationRecord, chosen: dict[i
         migration_id=migration.migration_id,
         base_epoch=table.epoch,
         leavers=dict(migration.leavers),
+        sources={rank: table.members[rank] for rank in migration.leavers},
         successor=Membership(epoch=epoch, members=members),
     )
     job.flight = Flight(now)
@@ -282,18 +283,24 @@ def _conclude_withdrawal(job: Job, now: float, flight: Flight) -> str:
     acknowledged = [process for process in leavers(job).values() if process.report.dropped_plan >= plan.plan_id]
     if job.record.armed and not acknowledged:
         return f"being called off: {flight.withdrawn}; waiting for a leaver's word"
+    dissolve(job, now)
+    if flight.retry and migration.attempt < job.settings.migration_attempts:
+        _try_another(job, now, migration)
+        return f"trying another standby: {flight.withdrawn}"
+    job.end_migration(now, migration.migration_id, "aborted", flight.withdrawn)
+    return flight.withdrawn
+
+
+def dissolve(job: Job, now: float) -> None:
+    """There is no plan any more, and it has not flipped: everybody is what they were before."""
     for process in leavers(job).values():
         if process.active:
             job.set_process(now, process, state="member")
     for process in joiners(job).values():
         step_back(job, now, process)
     job.flight = None
-    job.evolve(now, plan=None, armed=False)
-    if flight.retry and migration.attempt < job.settings.migration_attempts:
-        _try_another(job, now, migration)
-        return f"trying another standby: {flight.withdrawn}"
-    job.end_migration(now, migration.migration_id, "aborted", flight.withdrawn)
-    return flight.withdrawn
+    if job.record.plan is not None:
+        job.evolve(now, plan=None, armed=False)
 
 
 def _try_another(job: Job, now: float, migration: MigrationRecord) -> None:

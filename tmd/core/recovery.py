@@ -19,7 +19,7 @@ def notice_trouble(job: Job, now: float) -> None:
     """In a running job: somebody is poisoned, or silent while nothing moves. (Losses call the epoch off themselves.)"""
     for process in job.holders().values():
         report = process.report
-        if report.poisoned_epoch >= job.record.epoch and report.phase != "finished":
+        if report.poisoned_epoch >= job.record.epoch and report.phase not in ("finished", "frozen"):
             sign_s = report.stamps.get("poisoned", now)
             sign = f"{job.name(process)} gave the step up: {report.reason or 'no reason given'}"
             call_off(job, now, sign, sign_s=min(sign_s, now))
