@@ -36,7 +36,7 @@ from tmd.protocol.codec import FROM_AGENT, MAX_MESSAGE_BYTES, PROTOCOL, TO_AGENT
 from tmd.protocol.rank import RankStatus
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 
 
 async def until(condition: Callable[[], Any], what: str, *, within_s: float = DEADLINE_S) -> Any:

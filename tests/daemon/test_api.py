@@ -31,9 +31,9 @@ def job_daemon(shared_daemon: Daemon) -> Daemon:
     return shared_daemon
 
 
-async def running_job(daemon: Daemon, make_agent: MakeAgent, job_id: str = "j1", *, standbys: int = 0) -> list[Agent]:
+async def running_job(daemon: Daemon, make_agent: MakeAgent, job_id: str, *, standbys: int = 0) -> list[Agent]:
     """Two nodes that train and some standby nodes, every process wanted of them running."""
-    agents = [await make_agent(job_id, f"n{number + 1}").connect(daemon) for number in range(2 + standbys)]
+    agents = [await make_agent(job_id, f"{job_id}-n{number + 1}").connect(daemon) for number in range(2 + standbys)]
     for agent in agents:
         await agent.work()
         await agent.run_what_is_wanted()
@@ -46,26 +46,28 @@ def refused(daemon: Daemon, method: str, path: str, body: Any = None) -> ClientE
     return error.value
 
 
-async def test_the_views_are_those_that_the_interface_promises(daemon: Daemon, make_agent: MakeAgent) -> None:
-    await running_job(daemon, make_agent, standbys=1)
+async def test_the_views_are_those_that_the_interface_promises(shared_daemon: Daemon, make_agent: MakeAgent, job_id: str) -> None:
+    daemon = shared_daemon
+    await running_job(daemon, make_agent, job_id, standbys=1)
     status = daemon.status()
     assert (status["generation"], status["pid"], status["paused"]) == (1, daemon.pid, False)
     assert status["ledger"]["healthy"]
     assert status["ledger"]["writes"] > 0
     assert 0 < status["ledger"]["write_median_s"] <= status["ledger"]["write_max_s"]
-    assert sum(status["jobs"].values()) == 1
-    assert "j1" in status["sentences"]
-    job = daemon.client.get("/v1/jobs/j1")
+    assert sum(status["jobs"].values()) == len(daemon.client.get("/v1/jobs")["jobs"])
+    assert job_id in status["sentences"]
+    job = daemon.client.get(f"/v1/jobs/{job_id}")
     assert (job["record"]["nnodes"], job["record"]["world_size"]) == (2, 2)
     assert [rank["record"]["rank"] for rank in job["ranks"]] == [0, 1]
     nodes = daemon.client.get("/v1/nodes")
-    assert ([node["name"] for node in nodes["nodes"]], nodes["manager_error"]) == (["n1", "n2", "n3"], "")
-    assert nodes["nodes"][0]["uses"][0]["record"]["job_id"] == "j1"
-    standbys = await until(lambda: daemon.client.get("/v1/standbys")["standbys"], "the third node's standby")
-    assert [standby["record"]["node"] for standby in standbys] == ["n3"]
-    assert daemon.client.get("/v1/migrations?job=j1") == {"migrations": []}
-    story = daemon.client.get("/v1/story/j1")
-    assert story["subject"] == "j1"
+    own = [node for node in nodes["nodes"] if node["name"].startswith(job_id)]
+    assert ([node["name"] for node in own], nodes["manager_error"]) == ([f"{job_id}-n{number}" for number in (1, 2, 3)], "")
+    assert own[0]["uses"][0]["record"]["job_id"] == job_id
+    standbys = daemon.client.get("/v1/standbys")["standbys"]
+    assert [each["record"]["node"] for each in standbys if each["record"]["job_id"] == job_id] == [f"{job_id}-n3"]
+    assert daemon.client.get(f"/v1/migrations?job={job_id}") == {"migrations": []}
+    story = daemon.client.get(f"/v1/story/{job_id}")
+    assert story["subject"] == job_id
     assert story["events"]
     assert [event["event_id"] for event in story["events"]] == sorted(event["event_id"] for event in story["events"])
 
@@ -132,7 +134,7 @@ async def test_a_migration_that_the_core_refuses_is_a_409_with_its_reason(
     shared_daemon: Daemon, make_agent: MakeAgent, job_id: str
 ) -> None:
     await running_job(shared_daemon, make_agent, job_id)
-    for body in ({"job": job_id, "rank": 0}, {"job": job_id, "node": "n1", "dry_run": True}):
+    for body in ({"job": job_id, "rank": 0}, {"job": job_id, "node": f"{job_id}-n1", "dry_run": True}):
         error = refused(shared_daemon, "POST", "/v1/migrations", body)
         assert error.status == 409
         assert str(error)
@@ -147,17 +149,18 @@ async def test_pause_is_remembered_by_the_next_daemon(daemon: Daemon) -> None:
     assert not daemon.status()["paused"]
 
 
-async def test_a_drain_reaches_the_core_and_a_resume_ends_it(daemon: Daemon, make_agent: MakeAgent) -> None:
-    await running_job(daemon, make_agent)
+async def test_a_drain_reaches_the_core_and_a_resume_ends_it(shared_daemon: Daemon, make_agent: MakeAgent, job_id: str) -> None:
+    daemon, drained = shared_daemon, f"{job_id}-n1"
+    await running_job(daemon, make_agent, job_id)
 
     def use() -> Any:
-        return next(node for node in daemon.client.get("/v1/nodes")["nodes"] if node["name"] == "n1")
+        return next(node for node in daemon.client.get("/v1/nodes")["nodes"] if node["name"] == drained)
 
-    answer = daemon.client.post("/v1/nodes/n1/drain", {"reason": "bad DIMM"})
-    assert answer == {"node": "n1", "state": "draining"}
+    answer = daemon.client.post(f"/v1/nodes/{drained}/drain", {"reason": "bad DIMM"})
+    assert answer == {"node": drained, "state": "draining"}
     await until(lambda: use()["uses"][0]["state"] == "draining", "the core knows of the drain")
     assert "bad DIMM" in use()["reason"]
-    assert daemon.client.post("/v1/nodes/n1/resume") == {"node": "n1", "state": "up"}
+    assert daemon.client.post(f"/v1/nodes/{drained}/resume") == {"node": drained, "state": "up"}
     await until(lambda: use()["uses"][0]["state"] == "up", "the core knows that it ended")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sqlite3
 import stat
 from collections.abc import AsyncIterator
@@ -145,6 +146,21 @@ async def test_a_write_that_takes_too_long_is_unavailable(
         await ledger.write(Persist(paused=True))
     other.execute("COMMIT")
     other.close()
+
+
+async def test_a_full_disk_is_unavailable_and_what_was_written_before_stays(ledger: Ledger, tmp_path: Path) -> None:
+    await ledger.write(Persist(jobs=(records.job("j1"),)))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (os.stat(tmp_path / "ledger.db-wal").st_size, before[1]))
+    try:
+        with pytest.raises(LedgerUnavailable):
+            await ledger.write(Persist(jobs=(records.job("j2", reason="x" * 100_000),)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert await ledger.job("j1") == records.job("j1")
+    assert await ledger.job("j2") is None
+    await ledger.write(Persist(jobs=(records.job("j2"),)))
+    assert await ledger.job("j2") == records.job("j2")
 
 
 async def test_two_upgrades_at_once_both_succeed(url: str) -> None:
