@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pty
 import signal
 import sys
 import time
@@ -35,9 +36,10 @@ from tmd.protocol.rank import Directive
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_PROGRAM = Path(__file__).with_name("rank_program.py")
+TMD_RUN = (sys.executable, "-m", "tmd_worker.agent")
 JOB = "j1"
 KEY = b"k" * 32
-WITHIN_S = 15.0
+WITHIN_S = 30.0
 
 Value = TypeVar("Value")
 
@@ -202,25 +204,35 @@ def session_of(leader: int) -> list[int]:
     return found
 
 
+def end_session(leader: int) -> None:
+    for pid in session_of(leader):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def reap(pid: int) -> int | None:
+    """The exit code of a child that has ended, None if it was asked for before."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return None
+
+
 class Rig:
     """Starts agents; ends all that it started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._agents: list[Agent] = []
+        self._at_terminals: dict[int, int] = {}
 
     async def run(self, *arguments: str, environment: dict[str, str] | None = None, stdout: int | None = None) -> Agent:
         number = len(self._agents)
         out_path, err_path = self.folder / f"agent{number}.out", self.folder / f"agent{number}.err"
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TMD_", "SLURM", "OMP_"))}
-        path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
         with out_path.open("wb") as out, err_path.open("wb") as err:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tmd_worker.agent",
+                *TMD_RUN,
                 *arguments,
-                env={**inherited, "PYTHONPATH": path, "TMD_TEST_FOLDER": str(self.folder), **(environment or {})},
+                env=self._environment() | (environment or {}),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out if stdout is None else stdout,
                 stderr=err,
@@ -230,6 +242,22 @@ class Rig:
         agent = Agent(process, out_path, err_path)
         self._agents.append(agent)
         return agent
+
+    def at_terminal(self, *arguments: str) -> tuple[int, int]:
+        """An agent in the foreground of a new terminal: its pid and the other end of that terminal (non-blocking)."""
+        environment = self._environment()
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.chdir(self.folder)
+            os.execve(TMD_RUN[0], [*TMD_RUN, *arguments], environment)
+        self._at_terminals[pid] = terminal
+        os.set_blocking(terminal, False)
+        return pid, terminal
+
+    def _environment(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TMD_", "SLURM", "OMP_"))}
+        path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
+        return inherited | {"PYTHONPATH": path, "TMD_TEST_FOLDER": str(self.folder)}
 
     async def directed(self, daemon: StandInDaemon, *mode: str, options: tuple[str, ...] = ()) -> Agent:
         """An agent of job j1 on node n1 whose ranks run the rank program."""
@@ -250,7 +278,9 @@ class Rig:
 
     async def close(self) -> None:
         for agent in self._agents:
-            for pid in session_of(agent.process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            end_session(agent.process.pid)
             await agent.process.wait()
+        for leader, terminal in self._at_terminals.items():
+            end_session(leader)
+            reap(leader)
+            os.close(terminal)

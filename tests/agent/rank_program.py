@@ -61,7 +61,7 @@ def main(mode: str) -> None:
     welcome = rank.receive()
     assert isinstance(welcome, RankWelcome)
     rank.rank = welcome.rank
-    memory = b"\1" * HALF_GIB if mode == "big" else b""
+    memory = b"\1" * HALF_GIB if mode == "big" and welcome.rank == 0 else b""
     rank.report("running")
     print(f"{welcome.incarnation} runs as {welcome.rank} with {len(memory)} bytes")
     match mode:

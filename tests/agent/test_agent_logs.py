@@ -52,7 +52,7 @@ def fill(writer: int) -> None:
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
         while True:
-            os.write(writer, b"z" * 1000)
+            os.write(writer, b"z" * 4096)
     os.set_blocking(writer, True)
 
 

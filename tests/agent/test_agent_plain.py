@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.agent.agent_rig import WITHIN_S, Agent, Rig, until
+from tests.agent.agent_rig import WITHIN_S, Agent, Rig, reap, session_of, until
 
 SHOW = """
 import __main__, os, sys
@@ -111,6 +112,28 @@ async def test_an_interrupt_ends_all_ranks(rig: Rig, wait: str) -> None:
     agent.process.send_signal(signal.SIGINT)
     assert await agent.ended() == 128 + signal.SIGINT
     assert agent.err.count("KeyboardInterrupt") == 2
+
+
+async def test_ctrl_c_at_a_terminal_reaches_each_rank_once(rig: Rig, tmp_path: Path) -> None:
+    """The kernel signals the whole foreground group; an agent that passed it on would interrupt the ranks' clean-up."""
+    lines = ["import signal, time", "signal.signal(signal.SIGINT, lambda *_: print('got INT'))", "print('up')"]
+    lines += ["signal.pause()", "time.sleep(0.3)"]
+    (tmp_path / "count.py").write_text("\n".join(lines))
+    pid, terminal = rig.at_terminal("--standalone", "--nproc-per-node", "2", "count.py")
+    shown = ""
+
+    def look(what: str) -> bool:
+        nonlocal shown
+        with contextlib.suppress(OSError):  # nothing yet, or the last process has closed the terminal
+            shown += os.read(terminal, 1 << 16).decode()
+        return shown.count(what) >= 2
+
+    await until("both ranks run", lambda: look("up"))
+    os.write(terminal, b"\x03")
+    await until("both got it", lambda: look("got INT"))
+    await until("nothing is left", lambda: not look("never") and not session_of(pid))
+    assert shown.count("got INT") == 2
+    assert reap(pid) == 128 + signal.SIGINT
 
 
 async def test_a_second_request_to_stop_kills(rig: Rig, wait: str) -> None:

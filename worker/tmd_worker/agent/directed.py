@@ -166,7 +166,7 @@ class DirectedNode:
     def _match_processes(self, directive: AgentDirective) -> None:
         named = {spec.incarnation: spec for spec in directive.processes}
         for incarnation, member in self._members.items():
-            if incarnation not in named:
+            if incarnation not in named and member.process.state != "exiting":
                 self._say(f"{member.process.label.text} (incarnation {incarnation}) is not wanted any more: killed")
                 member.process.send_signal(signal.SIGKILL)
         self._orders = {incarnation: order for incarnation, order in self._orders.items() if incarnation in named}
@@ -232,7 +232,7 @@ class DirectedNode:
         self._exited[process.name] = member.report()
         self.link.forget_requests(process.name)
         code = process.exit_code or 0
-        if code:
+        if code and not (self.outcome.done() and code in (-signal.SIGTERM, -signal.SIGKILL)):  # those were sent from here
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             self._say(f"[{process.label.text}] (pid {process.pid}, incarnation {process.name}) {how}")
         self.link.status_changed(urgent=True)
