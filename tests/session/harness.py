@@ -10,13 +10,12 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.session.zygote import Zygote
 from tmd.core.daemon import DaemonCore
 from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, ReleaseNode, WelcomeAgent
 from tmd.core.settings import CoreSettings
@@ -37,7 +36,6 @@ from tmd.protocol.rank import RankStatus
 
 JOB = "job"
 SCRIPT = Path(__file__).with_name("training.py")
-ROOT = Path(__file__).parents[2]
 
 
 class Store:
@@ -74,7 +72,7 @@ class RankProcess:
     """One rank process as its agent sees it."""
 
     spec: ProcessSpec
-    process: subprocess.Popen[bytes]
+    pid: int
     sock: socket.socket
     reader: FrameReader[FromRank]
     log: Path
@@ -107,6 +105,7 @@ class Cluster:
     def __init__(
         self,
         folder: Path,
+        zygote: Zygote,
         *,
         nodes: int = 2,
         per_node: int = 1,
@@ -116,6 +115,7 @@ class Cluster:
         settings: CoreSettings | None = None,
     ) -> None:
         self.folder = folder
+        self._zygote = zygote
         self.folder.mkdir(parents=True, exist_ok=True)
         self.nodes = {f"n{i}": Node(f"n{i}", i) for i in range(nodes + standbys)}
         self.store = Store()
@@ -149,9 +149,9 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         for started in self._started:
-            if started.process.poll() is None:
-                started.process.kill()
-            started.process.wait()
+            if self._zygote.exit_code(started.pid) is None:
+                os.kill(started.pid, signal.SIGKILL)
+            self._zygote.wait(started.pid)
             started.sock.close()
         self._selector.close()
 
@@ -176,7 +176,7 @@ class Cluster:
         raise LookupError(f"no living process has rank {rank}")
 
     def kill(self, process: RankProcess) -> None:
-        process.process.send_signal(signal.SIGKILL)
+        os.kill(process.pid, signal.SIGKILL)
 
     def processes(self) -> list[RankProcess]:
         return list(self._started)
@@ -264,8 +264,10 @@ class Cluster:
     def _see_exits(self) -> None:
         for node in self.nodes.values():
             for process in node.processes.values():
-                if process.alive and process.process.poll() is not None:
-                    process.exit_code = process.process.returncode
+                was_alive = process.alive
+                if process.alive:
+                    process.exit_code = self._zygote.exit_code(process.pid)
+                if process.alive != was_alive:
                     node.dirty = True
                     for peer in node.processes.values():
                         if peer.alive:
@@ -277,7 +279,7 @@ class Cluster:
         processes = tuple(
             ProcessStatus(
                 incarnation=p.spec.incarnation,
-                pid=p.process.pid,
+                pid=p.pid,
                 state="running" if p.alive else "exited",
                 exit_code=p.exit_code,
                 rank=p.status,
@@ -322,28 +324,17 @@ class Cluster:
         ours, theirs = socket.socketpair()
         log = self.folder / f"{spec.incarnation.replace('/', '_')}.log"
         environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'worker'}",
-            "OMP_NUM_THREADS": "1",
-            "TMD_AGENT_PID": str(os.getpid()),
-            "TMD_CONTROL_FD": str(theirs.fileno()),
             "RANK": str(spec.rank if spec.rank is not None else -1),
             "LOCAL_RANK": str(spec.local_rank),
             "WORLD_SIZE": str(spec.world_size),
             **self._environment,
         }
         standby = ("--standby",) if spec.rank is None else ()
+        arguments = [*standby, str(SCRIPT), str(self.folder), *self._arguments]
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tmd_worker.boot", *standby, str(SCRIPT), str(self.folder), *self._arguments],
-                env=environment,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            pid = self._zygote.fork(arguments, environment, theirs.fileno(), output.fileno())
         theirs.close()
-        started = RankProcess(spec, process, ours, FrameReader(FROM_RANK), log)
+        started = RankProcess(spec, pid, ours, FrameReader(FROM_RANK), log)
         self._started.append(started)
         self._selector.register(ours, selectors.EVENT_READ, (node, started))
         assert node.welcome is not None

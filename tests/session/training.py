@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -80,6 +82,8 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
     scaler = torch.amp.GradScaler("cpu", enabled="scaler" in variants, init_scale=2.0**30 if "scaler" in variants else 1.0)
     session.track(model=model, optimizer=optimizer, schedule=schedule, averaged=averaged, scaler=scaler, data=Batches())
     torch.manual_seed(1000 + session.rank)
+    np.random.seed(session.rank)
+    random.seed(session.rank)
     accumulate = 3 if "accumulate" in variants else 1
     for step in session.steps(total):
         with step:
