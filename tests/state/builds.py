@@ -58,14 +58,15 @@ class Build:
 
 
 def build(seed: int = 0, *, optimizer: MakeOptimizer = adamw, scheduler: MakeScheduler = cosine, scaled: bool = False) -> Build:
-    """A model with BatchNorm, dropout and an average of itself; different seeds give different everything."""
+    """A model with BatchNorm, dropout and an average of itself; different seeds give different everything but data."""
     torch.manual_seed(seed)
     model = network()
     stepper = optimizer(model.parameters())
     schedule = scheduler(stepper)
     average = AveragedModel(model, use_buffers=True)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=2.0**10, growth_interval=3)
-    data = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=8, shuffle=True)
+    samples = torch.randn(32, 8, generator=torch.Generator().manual_seed(99))
+    data = DataLoader(TensorDataset(samples), batch_size=8, shuffle=True)
     tracked = Tracked()
     tracked.set_role(0, 1)
     tracked.add("model", model)

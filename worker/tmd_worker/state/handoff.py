@@ -25,6 +25,11 @@ _Message = TypeVar("_Message")
 class _Answer(msgspec.Struct, frozen=True):
     #: Empty: go on.
     refusal: str = ""
+    #: The state does not fit, however often it is sent; else it only did not arrive.
+    misfit: bool = False
+
+
+_GO_ON = _Answer()
 
 
 class _Records(msgspec.Struct, frozen=True):
@@ -37,10 +42,10 @@ def send_state(sock: socket.socket, manifest: Manifest, tensors: list[torch.Tens
     """Returns once the receiver said that it holds the state. Raises StateMismatch if it refuses the manifest."""
     with Stream(sock, deadline_s) as stream:
         stream.send_frame("the manifest", msgspec.msgpack.encode(manifest))
-        _hear(stream, "the answer to the manifest", StateMismatch)
+        _hear(stream, "the answer to the manifest")
         digests = stream.send_entries(_names(manifest.entries), tensors)
         stream.send_frame("the digests", b"".join(digests))
-        _hear(stream, "the word that all has arrived", TransferBroken)
+        _hear(stream, "the word that all has arrived")
 
 
 def receive_state(sock: socket.socket, tracked: Tracked, deadline_s: float, *, per_rank: bool) -> Manifest:
@@ -108,19 +113,20 @@ def _decoded(data: bytes, kind: type[_Message], what: str) -> _Message:
         raise TransferBroken(f"{what} is malformed: {error}; nothing was changed") from error
 
 
-def _answer(stream: Stream, refusal: str = "") -> None:
-    stream.send_frame("an answer", msgspec.msgpack.encode(_Answer(refusal)))
+def _answer(stream: Stream, answer: _Answer = _GO_ON) -> None:
+    stream.send_frame("an answer", msgspec.msgpack.encode(answer))
 
 
 def _refuse(stream: Stream, error: StateError) -> None:
     """Best effort: the reason matters more here than that the other side hears it."""
     try:
-        _answer(stream, str(error))
+        _answer(stream, _Answer(str(error), isinstance(error, StateMismatch)))
     except TransferBroken:
         pass
 
 
-def _hear(stream: Stream, what: str, refused: type[StateError]) -> None:
+def _hear(stream: Stream, what: str) -> None:
     answer = _decoded(stream.receive_frame(what), _Answer, what)
     if answer.refusal:
-        raise refused(f"the receiver refused the state: {answer.refusal}")
+        kind = StateMismatch if answer.misfit else TransferBroken
+        raise kind(f"the receiver refused the state: {answer.refusal}")
