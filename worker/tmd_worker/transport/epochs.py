@@ -17,6 +17,8 @@ class LinkSet:
 
     membership: Membership
     rank: int
+    #: For a plan: until the flip nobody cares when one of its links breaks.
+    staged: bool = False
     #: Only links to these ranks are part of it (None: to all).
     only: frozenset[int] | None = None
     links: dict[str, dict[int, Link]] = dataclasses.field(default_factory=dict)
@@ -42,9 +44,9 @@ class LinkSet:
         timeouts_s = {group.name: group.timeout_s for group in groups}
         opened: dict[str, dict[int, Link]] = {name: {} for name in wanted}
         for request, sock in sockets.items():
-            opened[request.group][request.peer] = Link(
-                sock, peer=request.peer, epoch=self.epoch, timeout_s=timeouts_s[request.group]
-            )
+            link = Link(sock, peer=request.peer, epoch=self.epoch, timeout_s=timeouts_s[request.group])
+            link.ignored = self.staged
+            opened[request.group][request.peer] = link
         self.links.update(opened)
         return len(sockets)
 
@@ -55,7 +57,7 @@ class LinkSet:
         for name, old in self.links.items():
             replaced += [link for peer, link in old.items() if peer in leavers]
             links[name] = {peer: link for peer, link in old.items() if peer not in leavers} | successor.links.get(name, {})
-        after = LinkSet(successor.membership, self.rank, None, links)
+        after = LinkSet(successor.membership, self.rank, links=links)
         for link in after.all_links():
             link.epoch = after.epoch
         return after, replaced

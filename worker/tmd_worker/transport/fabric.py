@@ -146,7 +146,7 @@ class Fabric:
         Raises LinkError, or Cancelled when drop_staged() or close() came first.
         """
         joins = plan.successor.members[rank].incarnation == self._incarnation and rank in plan.leavers
-        staged = LinkSet(plan.successor, rank, None if joins else frozenset(plan.leavers))
+        staged = LinkSet(plan.successor, rank, staged=True, only=None if joins else frozenset(plan.leavers))
         return self._open(staged, self._staged, plan.plan_id, plan.plan_id, deadline_s)
 
     def _open(self, links: LinkSet, shelf: dict[int, LinkSet], key: int, plan_id: int, deadline_s: float) -> int:
@@ -236,6 +236,7 @@ class Fabric:
         self._live = links
         self._tables.activate(links.epoch)
         for link in links.all_links():
+            link.ignored = False
             self._watcher.add(link)
         for group in self._groups.values():
             if group.name in links.links:
@@ -410,7 +411,7 @@ class Fabric:
             live = self._live
         if live is None or live.epoch != attempt.epoch:
             raise Cancelled(f"epoch {attempt.epoch} is closed")
-        links = LinkSet(live.membership, live.rank, frozenset({peer}))
+        links = LinkSet(live.membership, live.rank, only=frozenset({peer}))
         pair = Group(label, group.ranks, group.timeout_s, lambda _, size: set(range(size)))
         pair.take_role(live.rank)
         with self._attempting(attempt, 0):

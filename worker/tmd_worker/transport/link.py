@@ -94,7 +94,7 @@ class Link:
         self.held = 0
         #: This side has begun to close it.
         self.ending = False
-        #: Nobody cares any more when it breaks (a leaver's link after the flip).
+        #: Nobody cares when it breaks: staged for a plan, or a leaver's after the flip.
         self.ignored = False
         self.saw_stop = False
         self._closed = False
