@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 STALL_S = 20.0
 #: What hit a member this long before an epoch began may be what ends it.
 CAUSE_S = 1.5
+#: What was hit this long ago is either lost or well again.
+CALM_S = 3.0
 #: A fenced process on a node that can be reached is dead after this long.
 FENCE_S = 4.0
 
@@ -43,6 +45,7 @@ class Checks:
         self.world = world
         self.faults = 0
         self.user_bug = ""
+        self._failed = False
         self.highest_step = 0
         self.committed: set[int] = set()
         self._moved_s = 0.0
@@ -56,6 +59,7 @@ class Checks:
         self._cut_off: set[str] = set()
         self._reports: dict[str, tuple[int, int, int, bool]] = {}
         self._targets: dict[int, int] = {}
+        self._fresh = {-1}
         self._kept: dict[tuple[int, int], set[int]] = {}
 
     def fail(self, rule: str, text: str) -> None:
@@ -82,7 +86,7 @@ class Checks:
         self._moved_s = self.world.now
         self._speaks(epoch, rank.rank, rank.incarnation)
         self._live_s.setdefault(epoch, self.world.now)
-        if epoch in self._chains and not self._approximations():
+        if epoch in self._chains and epoch not in self._fresh and not self._approximations():
             self.fail("1 bit identity", f"epoch {epoch} runs with approximate state and the ledger does not say so")
         if self._first_step.setdefault(epoch, step) > step:
             self.fail(
@@ -94,7 +98,7 @@ class Checks:
         assert rank.rank is not None
         others = self._runners.setdefault(rank.rank, [])
         for other, _ in others:
-            if other is not rank and self._takes_part(other):
+            if other is not rank and other.main.attempt is not None and self._takes_part(other) and self._takes_part(rank):
                 self.fail("3 one incarnation", f"{rank.name} begins step {step} while {other.name} is in {other.main.attempt}")
         if all(other is not rank for other, _ in others):
             others.append((rank, epoch))
@@ -106,7 +110,7 @@ class Checks:
         core = process.core
         if not process.alive or process.machine.frozen or process.touched_s >= self.world.now - 0.2:
             return False
-        return process.main.attempt is not None and core.run_epoch > core.poisoned_epoch
+        return core.run_epoch > core.poisoned_epoch
 
     def _speaks(self, epoch: int, rank: int | None, incarnation: str) -> None:
         assert rank is not None
@@ -213,9 +217,10 @@ class Checks:
     def record_given_up(self, joiner: SimRank, install: Install) -> None:
         """Only a record that no living member keeps may be called lost."""
         assert joiner.rank is not None
-        if install.joining[joiner.rank].record_rank is not None:
+        buddy = buddy_of(joiner.rank, self.world.world_size, self.world.nproc_per_node)
+        if install.joining[joiner.rank].record_rank is not None or buddy in install.joining:
             return
-        keeper = install.membership.members[buddy_of(joiner.rank, self.world.world_size, self.world.nproc_per_node)]
+        keeper = install.membership.members[buddy]
         process = self.world.processes[keeper.incarnation]
         if process.alive and not process.machine.frozen and install.target_step in process.ward_records:
             self.fail("1 bit identity", f"the record of rank {joiner.rank} is called lost, {process.name} keeps it")
@@ -227,12 +232,49 @@ class Checks:
         private[rank] = approximate_private(chain.params(step), rank)
         self._chains[epoch] = Chain(step, chain.params(step), tuple(private))
 
+    def starts_fresh(self, epoch: int) -> None:
+        """The job starts (again) from nothing."""
+        self._chains.setdefault(epoch, Chain.of_job(self.world.seed, self.world.world_size))
+        self._fresh.add(epoch)
+
     # ---------------------------------------------------------------- the daemon
 
     def persisted(self, rows: Persist) -> None:
+        for job in rows.jobs:
+            if job.state == "failed" and not self._failed:
+                self._failed = True
+                self._gives_up(job)
         note = self.world.note
         for event in rows.events:
             note("ledger", f"{event.kind} {event.subject}: {event.text}")
+
+    def _gives_up(self, job: JobRecord) -> None:
+        """Who is there at that moment must not contradict the reason."""
+        there = [process for process in self.world.processes.values() if self._is_there(process)]
+        if "no rank with the state" in job.reason:
+            able = [process.name for process in there if process.core.has_state and process.core.live_epoch >= 0]
+            if able:
+                self.fail("liveness", f"the job is given up, and {able} have its state: {job.reason}")
+        if "no standby came" in job.reason:
+            ready = [process.name for process in there if process.core.phase == "ready"]
+            held = {process.rank for process in there if process.core.live_epoch >= 0}
+            if len(ready) > self.world.world_size - len(held):
+                self.fail("liveness", f"the job is given up, and {ready} are ready: {job.reason}")
+
+    def _is_there(self, process: SimRank) -> bool:
+        """It lives, no fault has hit it lately, it is not fenced, and its node can be reached and is not going."""
+        world = self.world
+        record = world.ledger.ranks.get((world.job_id, process.incarnation))
+        node = world.ledger.nodes.get((world.job_id, process.machine.name))
+        if (
+            record is None
+            or record.state in ("lost", "retired", "refused", "exited")
+            or node is None
+            or node.state not in ("up", "unknown")
+        ):
+            return False
+        calm = process.touched_s < world.now - CALM_S and process.incarnation not in self._cut_off
+        return process.alive and not process.machine.frozen and calm
 
     def directed(self, node: str, directive: AgentDirective) -> None:
         """Nothing reaches a rank that is not in the ledger."""

@@ -70,7 +70,7 @@ class Faults(Actor):
     """Draws the faults of a seed and carries them out. An actor of its own: nothing stops it."""
 
     #: A fault whose point does not come is carried out anyway after this long.
-    patience_s = 0.5
+    patience_s = 0.1
 
     def __init__(self, world: World) -> None:
         super().__init__(Machine("fate"), "fate")
@@ -86,7 +86,7 @@ class Faults(Actor):
         kind = choose.choices([kind for _, kind in KINDS], [weight for weight, _ in KINDS])[0]
         point = choose.choice(POINTS) if choose.random() < 0.6 else ""
         delay_s = 0.0 if point and choose.random() < 0.6 else choose.random() * 0.08
-        step = choose.randint(0, self.world.total_steps - 1)
+        step = choose.randint(0, self.world.total_steps - 6)
         return Fault(kind, step, point, choose.choice((0, 0, 0, 1, 2, 5)), delay_s)
 
     # ---------------------------------------------------------------- when

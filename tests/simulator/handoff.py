@@ -154,17 +154,17 @@ class FromSurvivors(Fetch):
         if not replica.core.may_serve(step=self.step):
             self.fail("the replica went on while it was copied")
             return
-        private, origin = self._record(begin.params)
-        if private is None:
-            self.fail(f"nobody has the record of rank {self.rank} before step {self.step}")
+        if self.keeper is not None and (not self.keeper.alive or self.keeper.machine.frozen):
+            self.fail("the keeper of the record does not answer")
             return
+        private, origin = self._record(begin.params)
         params = torn(begin, TrainingState(replica.state.step, replica.state.params, 0)).params
         self.succeed(TrainingState(self.step, params, private), origin)
 
-    def _record(self, params: int) -> tuple[int | None, RecordOrigin]:
-        if self.keeper is None:
-            self.world.checks.approximated(self.epoch, self.step, self.rank)
-            return model.approximate_private(params, self.rank), "approximate"
-        if not self.keeper.alive:
-            return None, "missing"
-        return self.keeper.ward_records.get(self.step), "exact"
+    def _record(self, params: int) -> tuple[int, RecordOrigin]:
+        """The small state as its keeper has it; a keeper that is new itself may have none."""
+        kept = self.keeper.ward_records.get(self.step) if self.keeper is not None else None
+        if kept is not None:
+            return kept, "exact"
+        self.world.checks.approximated(self.epoch, self.step, self.rank)
+        return model.approximate_private(params, self.rank), "missing" if self.keeper is not None else "approximate"

@@ -106,6 +106,8 @@ class SimRank(Actor):
     def _opens(self, members: Membership, rank: int) -> None:
         directive = self.order
         self.install = directive.install if directive is not None else None
+        if self.install is not None and self.install.fresh:
+            self.world.checks.starts_fresh(members.epoch)
         self.opening = Opening(self, members, self._routes(rank), "opening")
         self.world.switchboard.open(self.opening, self.world.link_deadline_s)
 

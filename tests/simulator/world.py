@@ -64,10 +64,10 @@ class World(Engine):
         super().__init__(seed, Trace(on=verbose))
         self.seed = seed
         choose = self.random
-        self.nnodes = choose.choice((2, 2, 3))
-        self.nproc_per_node = choose.choice((1, 1, 2))
+        self.nnodes = choose.choice((2, 3, 3, 4))
+        self.nproc_per_node = choose.choice((1, 1, 1, 2))
         self.standby_nodes = choose.choice((1, 2, 2, 3))
-        self.total_steps = choose.randint(7, 11)
+        self.total_steps = choose.randint(12, 18)
         self.channel_loss = choose.choice((0.0, 0.02, 0.1))
         self.channel_repeats = choose.choice((0.0, 0.05))
         self.pipe_loss = choose.choice((0.0, 0.02))
