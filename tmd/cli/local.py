@@ -162,11 +162,24 @@ def _follow(tmctl: Tmctl, job: dict[str, Any]) -> None:
         sys.exit(EXIT_INTERRUPTED)
     for tail in tails.values():
         tail.print_new(err=tmctl.as_json, rest=True)
-    view = tmctl.get(f"/v1/jobs/{job_id}")
+    view = _final_view(tmctl, job)
     record = view["record"]
     tmctl.answer(view, lambda _: click.echo(f"job {job_id} is {record['state']} {record['reason']}".rstrip(), err=True))
     if record["state"] != "done":
         raise ClientError(f"job {job_id} is {record['state']}: {record['reason']}", f"tmctl story {job_id}", status=409)
+
+
+def _final_view(tmctl: Tmctl, job: dict[str, Any]) -> dict[str, Any]:
+    """Raises ClientError, also for a job of which no agent got as far as the daemon."""
+    try:
+        view: dict[str, Any] = tmctl.get(f"/v1/jobs/{job['job_id']}")
+    except ClientError as error:
+        if error.status != 404:
+            raise
+        codes = ", ".join(f"{agent['exit_code']} on {agent['node']}" for agent in job["agents"])
+        message = f"job {job['job_id']} never began: its agents ended at once (exit code {codes})"
+        raise ClientError(message, "their output above says why", status=409) from None
+    return view
 
 
 class _Tail:
