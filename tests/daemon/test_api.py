@@ -143,8 +143,9 @@ async def test_a_migration_that_the_core_refuses_is_a_409_with_its_reason(
 async def test_pause_is_remembered_by_the_next_daemon(daemon: Daemon) -> None:
     assert daemon.client.post("/v1/pause") == {"paused": True}
     assert daemon.end() == 0
-    daemon.start()
+    daemon.start("--observe-only")
     assert daemon.status()["paused"]
+    assert daemon.status()["observe_only"]
     assert daemon.client.post("/v1/unpause") == {"paused": False}
     assert not daemon.status()["paused"]
 

@@ -22,7 +22,8 @@ from tmd.core.records import EventRecord, JobRecord, MigrationRecord, NodeRecord
 from tmd.ledger import ledger as ledger_module
 from tmd.ledger import schema
 from tmd.ledger.engine import BadDatabaseUrl
-from tmd.ledger.ledger import Ledger, LedgerTakenOver, LedgerUnavailable, StoreChange, upgrade
+from tmd.ledger.errors import LedgerTakenOver, LedgerUnavailable
+from tmd.ledger.ledger import Ledger, StoreChange, upgrade
 from tmd.ledger.revisions import UnknownRevision
 
 
@@ -142,7 +143,7 @@ async def test_a_write_that_takes_too_long_is_unavailable(
     monkeypatch.setattr(ledger_module, "WRITE_TIMEOUT_S", 0.05)
     other = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(LedgerUnavailable, match="no answer within"):
+    with pytest.raises(LedgerUnavailable, match="no answer in time"):
         await ledger.write(Persist(paused=True))
     other.execute("COMMIT")
     other.close()

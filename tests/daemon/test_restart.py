@@ -22,7 +22,7 @@ from tmd.daemon.identity import UnknownUser
 from tmd.daemon.notify import Notifier
 from tmd.daemon.service import CannotStart
 from tmd.ledger.engine import BadDatabaseUrl
-from tmd.ledger.ledger import LedgerUnavailable
+from tmd.ledger.errors import LedgerUnavailable
 
 MakeDaemon = Callable[..., Daemon]
 MakeAgent = Callable[..., Agent]

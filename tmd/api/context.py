@@ -20,6 +20,7 @@ from tmd.daemon.admission import NotAdmitted, Tokens
 from tmd.daemon.agents import AgentHub
 from tmd.daemon.identity import peer_uid, user_name
 from tmd.daemon.loop import CoreLoop, NotDurable
+from tmd.ledger.errors import LedgerUnavailable
 from tmd.ledger.ledger import Ledger
 from tmd.nodes.base import RequestRefused, ResourceManager, ResourceManagerError, UnknownJob, UnknownNode
 
@@ -51,7 +52,8 @@ class Changes:
     async def wait(self, timeout_s: float) -> None:
         """Returns at the next change, or when the time is up."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._bell.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._bell.wait()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ async def say_errors(request: web.Request, handler: Handler) -> web.StreamRespon
         return _refuse(400, error)
     except NotDurable as error:
         return _refuse(503, error, "nothing is done before it is written; look at the daemon's log and its disk, then ask again")
+    except LedgerUnavailable as error:
+        return _refuse(503, error, "jobs go on; repair the database (disk full? permissions? down?), then ask again")
     except (UnknownNode, UnknownJob) as error:
         return _refuse(404, error, error.remedy)
     except RequestRefused as error:

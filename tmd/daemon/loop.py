@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 from tmd.core.daemon import DaemonCore, Refused
 from tmd.core.instructions import DirectAgent, Instruction, Persist, RefuseAgent, ReleaseNode, WelcomeAgent
-from tmd.ledger.ledger import Ledger, LedgerUnavailable
+from tmd.ledger.errors import LedgerUnavailable
+from tmd.ledger.ledger import Ledger
 from tmd.protocol.agent import AgentStatus
 
 log = logging.getLogger("tmd.daemon")
@@ -132,7 +133,8 @@ class CoreLoop:
         deadline = self.core.next_deadline()
         wait_s = TICK_LONGEST_S if deadline is None else deadline - self._clock()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._bell.wait(), min(max(wait_s, TICK_SHORTEST_S), TICK_LONGEST_S))
+            async with asyncio.timeout(min(max(wait_s, TICK_SHORTEST_S), TICK_LONGEST_S)):
+                await self._bell.wait()
 
     def _take_batch(self) -> tuple[list[Instruction], list[tuple[asyncio.Future[Any], Any]]]:
         instructions: list[Instruction] = []

@@ -53,7 +53,7 @@ def serve(config_file: Path | None, observe_only: bool | None, **daemon: str | N
     from tmd.daemon.notify import Notifier
     from tmd.daemon.service import CannotStart, serve
     from tmd.ledger.engine import BadDatabaseUrl
-    from tmd.ledger.ledger import LedgerTakenOver, LedgerUnavailable
+    from tmd.ledger.errors import LedgerTakenOver, LedgerUnavailable
     from tmd.ledger.revisions import UnknownRevision
 
     logs.configure(config.daemon.log_format, config.daemon.log_level)
@@ -97,7 +97,8 @@ def ledger() -> None:
 def upgrade(config_file: Path | None, **daemon: str | None) -> None:
     """Bring the schema to this version (the daemon does so by itself when it starts)."""
     from tmd.ledger.engine import BadDatabaseUrl
-    from tmd.ledger.ledger import LedgerUnavailable, upgrade
+    from tmd.ledger.errors import LedgerUnavailable
+    from tmd.ledger.ledger import upgrade
     from tmd.ledger.revisions import UnknownRevision
 
     settings = _load(config_file, daemon, {})

@@ -39,7 +39,7 @@ class ManualNodes:
         """Nobody has lent it, so nobody takes it back."""
 
     async def watch(self) -> AsyncIterator[NodeEvent]:
-        for node, reason in self._drained.items():
+        for node, reason in list(self._drained.items()):
             yield NodeEvent(node=node, state="draining", reason=reason)
         while (event := await self._news.get()) is not None:
             yield event

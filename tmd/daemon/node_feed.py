@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from tmd.core.instructions import ReleaseNode
 from tmd.core.records import NodeState
 from tmd.daemon.loop import CoreLoop
-from tmd.ledger.ledger import Ledger, LedgerUnavailable
+from tmd.ledger.errors import LedgerUnavailable
+from tmd.ledger.ledger import Ledger
 from tmd.nodes.base import ResourceManager, ResourceManagerError, UnknownJob, UnknownNode
 
 log = logging.getLogger("tmd.daemon")

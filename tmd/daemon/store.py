@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 
-from tmd.ledger.ledger import Ledger, LedgerUnavailable, StoreChange
+from tmd.ledger.errors import LedgerUnavailable
+from tmd.ledger.ledger import Ledger, StoreChange
 from tmd.protocol.agent import StoreReply, StoreRequest
 
 log = logging.getLogger("tmd.daemon")
+
+_Result = TypeVar("_Result")
 
 KEYS_LIMIT = 4096
 KEY_LIMIT_BYTES = 1024
@@ -161,18 +166,17 @@ class RendezvousStores:
                 await self._take_turn(turn)
             if self._some_job_ended:
                 self._some_job_ended = False
-                await self._until_written(self._ledger.forget_ended_stores)
+                await self._until_done(self._ledger.forget_ended_stores)
 
     async def _take_turn(self, turn: list[tuple[str, StoreRequest, Callable[[StoreReply], None]]]) -> None:
         replies = []
         for job_id, request, answer in turn:
-            store = self._jobs.get(job_id)
-            if store is None:
-                store = self._jobs[job_id] = JobStore(*await self._ledger.store_contents(job_id))
-            replies.append((answer, store.apply(request)))
+            if job_id not in self._jobs:
+                self._jobs[job_id] = JobStore(*await self._until_done(partial(self._ledger.store_contents, job_id)))
+            replies.append((answer, self._jobs[job_id].apply(request)))
         change = self._collect({job_id for job_id, _, _ in turn})
         if change.values or change.replies or change.forgotten:
-            await self._until_written(lambda: self._ledger.write_store(change))
+            await self._until_done(lambda: self._ledger.write_store(change))
         for answer, reply in replies:
             answer(reply)
 
@@ -188,13 +192,10 @@ class RendezvousStores:
             store.changed, store.answered, store.forgotten = {}, {}, []
         return StoreChange(values=values, replies=replies, forgotten=forgotten)
 
-    async def _until_written(self, write: Callable[[], Awaitable[None]]) -> None:
+    async def _until_done(self, work: Callable[[], Awaitable[_Result]]) -> _Result:
         while True:
             try:
-                await write()
-                return
+                return await work()
             except LedgerUnavailable as error:
-                log.error(
-                    "rendezvous store not written: %s; jobs that make a new group wait; next attempt in %.0f s", error, _RETRY_S
-                )
+                log.error("the rendezvous stores wait: %s; jobs that make a new group wait with them; trying again", error)
             await asyncio.sleep(_RETRY_S)

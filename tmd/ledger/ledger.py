@@ -13,16 +13,16 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
-import sqlalchemy.exc
 from sqlalchemy import Connection, Table, delete, select, tuple_, update
 
 from tmd.core.instructions import Persist, ReleaseNode
 from tmd.ledger import revisions, schema
 from tmd.ledger.engine import Database, connect, parse_url
+from tmd.ledger.errors import LedgerTakenOver, translated
 from tmd.ledger.reading import JOB_ENDED, LedgerReader
 from tmd.ledger.rows import to_row, upsert
 
@@ -32,14 +32,6 @@ _Result = TypeVar("_Result")
 WRITE_TIMEOUT_S = 15.0
 #: The last writes that latency is judged by.
 _LATENCIES_KEPT = 1000
-
-
-class LedgerUnavailable(RuntimeError):
-    """The database did not take a write: full, locked, read-only or unreachable. Trying again may help."""
-
-
-class LedgerTakenOver(RuntimeError):
-    """Another daemon has started on this ledger since. This one must end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,14 +49,12 @@ class Ledger(LedgerReader):
     """See the module's contract."""
 
     def __init__(self, database: Database, generation: int, shown_url: str) -> None:
-        super().__init__(database.readers)
+        super().__init__(database.readers, shown_url)
         self._writer = database.writer
         self._turn = asyncio.Lock()
         self._closed = False
         self._latencies_s: collections.deque[float] = collections.deque(maxlen=_LATENCIES_KEPT)
         self.generation = generation
-        #: For people: without the password.
-        self.shown_url = shown_url
         self.writes = 0
 
     @classmethod
@@ -163,7 +153,7 @@ class Ledger(LedgerReader):
             work(connection)
 
         began = time.monotonic()
-        with _translated(self.shown_url):
+        with translated(self.shown_url):
             async with self._turn, asyncio.timeout(WRITE_TIMEOUT_S):
                 await self._writer.run(fenced)
         self._latencies_s.append(time.monotonic() - began)
@@ -189,9 +179,9 @@ async def upgrade(database_url: str) -> tuple[str | None, str]:
 
 async def _first_transaction(database_url: str, work: Callable[[Connection], _Result]) -> tuple[Database, str, _Result]:
     url = parse_url(database_url)
-    shown_url = url.render_as_string(hide_password=True)
+    shown_url = url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
     async with contextlib.AsyncExitStack() as on_failure:
-        with _translated(shown_url):
+        with translated(shown_url):
             database = connect(url)
             on_failure.push_async_callback(database.writer.close)
             result = await database.writer.run(work)
@@ -207,25 +197,6 @@ def _next_generation(connection: Connection) -> int:
     return generation
 
 
-@contextlib.contextmanager
-def _translated(shown_url: str) -> Iterator[None]:
-    """Trouble of the database becomes LedgerUnavailable; a statement of ours that cannot be right stays what it is."""
-    try:
-        yield
-    except (sqlalchemy.exc.IntegrityError, sqlalchemy.exc.ProgrammingError, sqlalchemy.exc.DataError):
-        raise
-    except (sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError, OSError) as error:
-        raise LedgerUnavailable(f"ledger {shown_url}: {_reason(error)}") from error
-
-
 def _reply_row(key: tuple[str, str, int], reply: bytes) -> dict[str, object]:
     job, incarnation, request_id = key
     return {"job_id": job, "incarnation": incarnation, "request_id": request_id, "reply": reply}
-
-
-def _reason(error: BaseException) -> str:
-    """The database's own words, without the statement."""
-    original = getattr(error, "orig", None) or error
-    if isinstance(original, TimeoutError):
-        return f"no answer within {WRITE_TIMEOUT_S:g} s"
-    return str(original) or type(original).__name__

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from tmd.core.records import EventRecord, JobRecord, LedgerSnapshot, MigrationRecord, NodeRecord, RankRecord
 from tmd.core.story import story
 from tmd.ledger import schema
+from tmd.ledger.errors import translated
 from tmd.ledger.rows import from_row
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
@@ -20,19 +23,22 @@ JOB_ENDED = ("done", "failed")
 MIGRATION_ENDED = ("done", "aborted", "failed")
 #: How many jobs that have ended a restarted daemon still knows, so that their agents are told how it ended.
 ENDED_JOBS_KEPT = 50
+READ_TIMEOUT_S = 15.0
 #: How long a chain of causes a story follows.
 _CAUSES_FOLLOWED = 100
 
 
 class LedgerReader:
-    """Read-only view of one ledger."""
+    """Read-only view of one ledger. Every question may raise LedgerUnavailable."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, shown_url: str) -> None:
         self._engine = engine
+        #: For people: without the password.
+        self.shown_url = shown_url
 
     async def load_snapshot(self) -> LedgerSnapshot:
         """Everything a restarted daemon needs, from one moment: the live jobs and the last that ended."""
-        async with self._engine.begin() as connection:
+        async with self._reading() as connection:
             ended = select(schema.jobs.c.job_id).where(schema.jobs.c.state.in_(JOB_ENDED))
             newest_ended = ended.order_by(schema.jobs.c.updated_s.desc()).limit(ENDED_JOBS_KEPT)
             live = schema.jobs.c.state.not_in(JOB_ENDED) | schema.jobs.c.job_id.in_(newest_ended.scalar_subquery())
@@ -95,25 +101,31 @@ class LedgerReader:
 
     async def pending_releases(self) -> list[tuple[str, str, str]]:
         """(job, node, reason) of nodes that the resource manager has still to take back."""
-        async with self._engine.begin() as connection:
+        async with self._reading() as connection:
             table = schema.releases
             return [(row.job_id, row.node, row.reason) for row in await connection.execute(select(table))]
 
     async def store_contents(self, job_id: str) -> tuple[dict[str, bytes], dict[tuple[str, int], bytes]]:
         """The job's rendezvous store: its values, and the remembered replies by (incarnation, request id)."""
-        async with self._engine.begin() as connection:
+        async with self._reading() as connection:
             values = await connection.execute(select(schema.store).where(schema.store.c.job_id == job_id))
             contents = {row.key: row.value for row in values}
             query = select(schema.store_replies).where(schema.store_replies.c.job_id == job_id)
             replies = await connection.execute(query.order_by(schema.store_replies.c.request_id))
             return contents, {(row.incarnation, row.request_id): row.reply for row in replies}
 
+    @contextlib.asynccontextmanager
+    async def _reading(self) -> AsyncIterator[AsyncConnection]:
+        with translated(self.shown_url):
+            async with asyncio.timeout(READ_TIMEOUT_S), self._engine.begin() as connection:
+                yield connection
+
     async def _events_by_id(self, ids: Iterable[int]) -> list[EventRecord]:
         wanted = list(ids)[:500]
         return await self._read(EventRecord, select(schema.events).where(schema.events.c.event_id.in_(wanted))) if wanted else []
 
     async def _read(self, kind: type[_Record], query: Select[Any]) -> list[_Record]:
-        async with self._engine.begin() as connection:
+        async with self._reading() as connection:
             return await _records(connection, kind, query)
 
 
