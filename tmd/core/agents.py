@@ -99,6 +99,8 @@ def admit(job: Job, now: float, hello: AgentHello) -> Agent:
     agent.sent = None
     job.stale = True
     old = job.nodes.get(hello.node)
-    use = old.use if old is not None and old.agent_id == hello.agent_id else "standby"
-    job.set_node(now, hello.node, use=use, labels=agent.labels, agent_id=hello.agent_id, reason="")
+    if old is not None and old.agent_id == hello.agent_id:
+        job.set_node(now, hello.node, labels=agent.labels)
+    else:
+        job.set_node(now, hello.node, use="standby", labels=agent.labels, agent_id=hello.agent_id, reason="")
     return agent

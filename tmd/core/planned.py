@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from tmd.core import standby
 from tmd.core.job import Flight, Job
-from tmd.core.poison import call_off
+from tmd.core.poison import call_off, note_loss
 from tmd.core.processes import Process
 from tmd.core.records import MigrationRecord
 from tmd.core.timings import open_window
@@ -110,17 +110,23 @@ def _write_plan(job: Job, now: float, migration: MigrationRecord, chosen: dict[i
 # -------------------------------------------------------------------- the way to the flip
 
 
-def watch(job: Job, now: float) -> str:
-    """Looks at the outstanding plan and takes the next step with it."""
+def take_evidence(job: Job, now: float) -> None:
+    """What the ranks' reports show of the outstanding plan: that it has flipped, or that a step was committed after it."""
     plan, flight = job.record.plan, job.flight
-    assert plan is not None
-    assert flight is not None
+    if plan is None or flight is None or job.called_off:
+        return
     processes = [*job.holders().values(), *joiners(job).values()]
     if any(process.report.committed_epoch >= plan.successor.epoch for process in processes):
         _complete(job, now)
-        return "done"
-    if flight.flipped_s is None and any(_shows_flip(process, plan) for process in processes):
+    elif flight.flipped_s is None and any(_shows_flip(process, plan) for process in processes):
         _note_flip(job, now, flight)
+
+
+def watch(job: Job, now: float) -> str:
+    """Takes the next step with the outstanding plan."""
+    plan, flight = job.record.plan, job.flight
+    assert plan is not None
+    assert flight is not None
     if flight.flipped_s is not None:
         return _watch_copy(job, now, flight, flight.flipped_s)
     if flight.withdrawn:
@@ -232,12 +238,20 @@ def _complete(job: Job, now: float) -> None:
     if migration.state != "copying":
         job.set_migration(migration.migration_id, state="copying")
     gone = leavers(job)
-    for rank, process in joiners(job).items():
+    arrived = joiners(job)
+    lost = {rank: process for rank, process in arrived.items() if not process.active}
+    for rank, process in arrived.items():
         job.roles[rank] = process.incarnation
-        job.set_process(now, process, state="member")
+        if process.active:
+            job.set_process(now, process, state="member")
     job.evolve(now, epoch=plan.successor.epoch, table=plan.successor, plan=None, armed=False)
     job.flight = None
     conclude(job, now, migration, plan, gone, f"rank {', '.join(map(str, gone))} moved")
+
+    for rank, process in lost.items():
+        call_off(job, now, f"{job.name(process)} is lost: {process.record.reason}", sign_s=now)
+        note_loss(job, rank, process)
+        del job.roles[rank]
 
 
 def conclude(job: Job, now: float, migration: MigrationRecord, plan: Plan, gone: dict[int, Process], reason: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tmd.core import ending, forming, losses, recovery, requests, standby, upkeep
+from tmd.core import ending, forming, losses, planned, recovery, requests, standby, upkeep
 from tmd.core.job import Job
 from tmd.core.poison import call_off
 
@@ -35,6 +35,7 @@ def reconcile(job: Job, now: float, *, paused: bool, suspects_itself: Callable[[
 
 
 def _step(job: Job, now: float, *, paused: bool, suspects_itself: Callable[[], bool]) -> str:
+    planned.take_evidence(job, now)
     losses.note_exits(job, now)
     if not job.over:
         losses.note_silence(job, now, suspects_itself)

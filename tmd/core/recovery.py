@@ -266,9 +266,8 @@ def _conclude(job: Job, now: float, recovery: Recovery) -> str:
         for rank, process in job.holders().items()
         if rank in attempt.install.joining and process.report.record_origin in ("approximate", "missing")
     ]
-    missing = [process for process in inexact if process.report.record_origin == "missing"]
-    if missing and attempt.install.target_step == 0:
-        lost = f"the small state of {job.name(missing[0])} was lost before the first step"
+    if inexact and attempt.install.target_step == 0:
+        lost = f"the small state of {job.name(inexact[0])} was lost before the first step"
         return _restart(job, now, f"{recovery.sign}, and {lost}")
     lines = tuple(
         f"step {attempt.install.target_step}: RNG, data position and buffers of {job.name(process)} are "
