@@ -237,10 +237,12 @@ def _remove_stale(path: Path) -> None:
 
 
 def _tcp_socket(host: str, port: int) -> socket.socket:
+    """Host "::" is every address, of both families where the machine has both. Raises CannotStart."""
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, dualstack_ipv6=host == "::"
-        )
+        if host == "::" and not socket.has_dualstack_ipv6():
+            return socket.create_server(("", port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
     except (OSError, ValueError) as error:
         raise CannotStart(f"cannot listen on {host}:{port}: {error}; choose another address with --listen") from None
 
