@@ -210,6 +210,17 @@ def end_session(leader: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+async def stop_again(agent: Agent) -> None:
+    """Asks for the end until it comes: what follows at once on a first request counts as the same."""
+
+    def ask() -> bool:
+        with contextlib.suppress(ProcessLookupError):
+            agent.process.terminate()
+        return agent.process.returncode is not None
+
+    await until("the agent ends", ask)
+
+
 def reap(pid: int) -> int | None:
     """The exit code of a child that has ended, None if it was asked for before."""
     with contextlib.suppress(ChildProcessError):

@@ -9,8 +9,8 @@ import time
 
 import psutil
 
-from tests.agent.agent_rig import RANK_PROGRAM, Agent, Rig, StandInDaemon, order, spec, until
-from tmd.protocol.agent import JobOver, StoreReply
+from tests.agent.agent_rig import RANK_PROGRAM, Agent, Rig, StandInDaemon, order, spec, stop_again, until
+from tmd.protocol.agent import JobOver, ProcessStatus, StoreReply
 from tmd.protocol.codec import PROTOCOL
 
 
@@ -93,19 +93,26 @@ async def test_a_standby_rehearses_under_the_guard_from_its_first_line(rig: Rig,
 
 
 async def test_an_exit_is_told_before_the_kernel_reports_it(rig: Rig, daemon: StandInDaemon) -> None:
-    """With 0.5 GiB to free, the daemon and the other rank hear of it while the process is still dying."""
-    await two_ranks(rig, daemon, "big")
-    process = daemon.seen("i-a")
-    assert process is not None
-    before_s = time.time()
-    os.kill(process.pid, signal.SIGKILL)
-    exited = await daemon.state("i-a", "exited")
-    assert exited.exit_code == -signal.SIGKILL
-    exiting = [seen for seen in daemon.history("i-a") if seen.state == "exiting"]
-    assert exiting
-    assert exiting[0].exit_code is None
-    assert before_s < exiting[0].exit_seen_s < time.time()
-    assert (await rig.heard_kind("i-b", "peer_exiting"))["incarnation"] == "i-a"
+    """With 0.5 GiB to free, the daemon and the other rank hear of it while the process is still dying.
+
+    On a busy machine the agent may get the processor too late for one of them, so up to five have to die.
+    """
+    await rig.directed(daemon, "big")
+    early: list[ProcessStatus] = []
+    for name in ("i-0", "i-1", "i-2", "i-3", "i-4"):
+        await daemon.direct(spec(name, 0), spec("i-b", 1, local_rank=1))
+        process = await daemon.state(name, "running")
+        await daemon.state("i-b", "running")
+        killed_s = time.time()
+        os.kill(process.pid, signal.SIGKILL)
+        assert (await daemon.state(name, "exited")).exit_code == -signal.SIGKILL
+        early = [seen for seen in daemon.history(name) if seen.state == "exiting"]
+        if early:
+            break
+    assert early
+    assert early[0].exit_code is None
+    assert killed_s < early[0].exit_seen_s < time.time()
+    assert (await rig.heard_kind("i-b", "peer_exiting"))["incarnation"] == "i-0"
 
 
 async def test_a_rank_that_finished_alarms_nobody(rig: Rig, daemon: StandInDaemon) -> None:
@@ -253,7 +260,7 @@ async def test_a_second_request_to_stop_kills_stubborn_ranks(rig: Rig, daemon: S
     agent.process.terminate()
     await until("the first is passed on", lambda: "SIGTERM: passed on" in agent.err)
     assert len(agent.session()) == 3
-    agent.process.terminate()
+    await stop_again(agent)
     assert await agent.ended() == 128 + signal.SIGTERM
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.agent.agent_rig import WITHIN_S, Agent, Rig, reap, session_of, until
+from tests.agent.agent_rig import WITHIN_S, Agent, Rig, reap, session_of, stop_again, until
 
 SHOW = """
 import __main__, os, sys
@@ -141,8 +141,19 @@ async def test_a_second_request_to_stop_kills(rig: Rig, wait: str) -> None:
     await all_up(agent)
     agent.process.terminate()
     await until("the first is passed on", lambda: "SIGTERM: passed on" in agent.err)
-    agent.process.terminate()
+    await stop_again(agent)
     assert await agent.ended() == 128 + signal.SIGTERM
+
+
+async def test_a_request_that_comes_twice_at_once_is_one(rig: Rig, wait: str) -> None:
+    agent = await standalone(rig, wait, "stubborn")
+    await all_up(agent)
+    agent.process.send_signal(signal.SIGTERM)
+    agent.process.send_signal(signal.SIGHUP)  # two of a kind would be merged by the kernel
+    await until("the first is passed on", lambda: "passed on" in agent.err)
+    agent.process.send_signal(signal.SIGUSR1)
+    await until("the ranks still live", lambda: agent.out.count("got USR1") == 2)
+    await stop_again(agent)
 
 
 async def test_user_signals_reach_the_ranks(rig: Rig, wait: str) -> None:

@@ -354,6 +354,7 @@ async def run(settings: DirectedSettings, pump: LogPump, say: Callable[[str], No
         await asyncio.gather(link, watch, return_exceptions=True)
         node.processes.signal_all(signal.SIGKILL)
         node.processes.close()
+        signals.ignore_from_now()
 
 
 def _refusal(link: asyncio.Task[None], settings: DirectedSettings) -> Outcome:

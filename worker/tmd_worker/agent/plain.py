@@ -90,6 +90,7 @@ async def run(settings: PlainSettings, pump: LogPump, say: Callable[[str], None]
     finally:
         node.processes.signal_all(signal.SIGKILL)
         node.processes.close()
+        signals.ignore_from_now()
 
 
 def _failure(process: RankProcess, *, others: bool) -> str:
