@@ -17,29 +17,28 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
-#: Event -> indices of the arguments that are paths it changes.
-_CHANGES: dict[str, tuple[int, ...]] = {
-    "os.remove": (0,),
-    "os.rmdir": (0,),
-    "os.mkdir": (0,),
-    "os.rename": (0, 1),
-    "os.link": (1,),
-    "os.symlink": (1,),
-    "os.truncate": (0,),
-    "os.chmod": (0,),
-    "os.chown": (0,),
-    "os.utime": (0,),
-    "os.setxattr": (0,),
-    "os.removexattr": (0,),
-    "shutil.rmtree": (0,),
-    "sqlite3.connect": (0,),
+#: Event -> for each path that it changes: the argument's index, and that of the directory descriptor it is relative to.
+_CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
+    "os.remove": ((0, 1),),
+    "os.rmdir": ((0, 1),),
+    "os.mkdir": ((0, 2),),
+    "os.rename": ((0, 2), (1, 3)),
+    "os.link": ((1, 3),),
+    "os.symlink": ((1, 2),),
+    "os.truncate": ((0, None),),
+    "os.chmod": ((0, 2),),
+    "os.chown": ((0, 3),),
+    "os.utime": ((0, 3),),
+    "os.setxattr": ((0, None),),
+    "os.removexattr": ((0, None),),
+    "shutil.rmtree": ((0, 1),),
+    "sqlite3.connect": ((0, None),),
 }
 _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"})
 _CONNECTIONS = frozenset({"socket.connect", "socket.sendto", "socket.sendmsg"})
@@ -63,7 +62,6 @@ class _Exempt(threading.local):
 
 
 _exempt = _Exempt()
-_exempt_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _role: int | None = None
 _installed = False
 _scratch: tuple[str, ...] = ()
@@ -88,7 +86,7 @@ def deactivate() -> None:
 
 @contextlib.contextmanager
 def exempt() -> Iterator[None]:
-    """What this thread does inside is tmd's own and allowed; threads that it starts inside are exempt for good."""
+    """What this thread does inside is tmd's own and allowed. It says nothing about other threads: each enters it itself."""
     _exempt.depth += 1
     try:
         yield
@@ -113,8 +111,10 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         if isinstance(flags, int) and flags & _WRITES:
             _check_path("open for writing", path)
     elif event in _CHANGES:
-        for index in _CHANGES[event]:
-            _check_path(event, arguments[index])
+        for index, directory in _CHANGES[event]:
+            _check_path(
+                event, arguments[index], arguments[directory] if directory is not None and directory < len(arguments) else None
+            )
     elif event in _CONNECTIONS:
         _check_connection(event, *arguments[:2])
     elif event in _PROGRAMS:
@@ -122,20 +122,19 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
             _refuse("start the program", arguments[0])
     elif event == "import":
         _wrap_bypasses()
-    elif event == "_thread.start_new_thread" and _exempt.depth:
-        thread = getattr(arguments[0], "__self__", None)
-        if isinstance(thread, threading.Thread):
-            _exempt_threads.add(thread)
 
 
 def _exempted() -> bool:
-    return bool(_exempt.depth) or threading.current_thread() in _exempt_threads
+    return bool(_exempt.depth)
 
 
-def _check_path(action: str, path: Any) -> None:
+def _check_path(action: str, path: Any, directory: int | None = None) -> None:
+    """`directory`: the descriptor that a relative path starts from; None or -1: the working directory."""
     if isinstance(path, int) or path is None or _exempted():
         return
     name = os.fsdecode(path)
+    if directory is not None and directory >= 0:
+        name = os.path.join(os.readlink(f"/proc/self/fd/{directory}"), name)
     if not _is_scratch(name):
         _refuse(action, name)
 

@@ -73,6 +73,7 @@ class Buffers:
 
     # ---------------------------------------------------------------- rollback
 
+    @torch.no_grad()
     def snapshot(self, *, reuse: bool = True) -> BufferSnapshot:
         """With `reuse` the memory of the last such snapshot is written into, which ends that one."""
         before = self._snapshot if reuse else BufferSnapshot()
