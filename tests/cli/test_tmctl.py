@@ -212,25 +212,36 @@ def test_wait_fails_if_the_migration_does(daemon: FakeDaemon, tmctl: Tmctl) -> N
 
 
 def test_wait_outlives_a_daemon_that_is_started_again(daemon: FakeDaemon, tmctl: Tmctl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tmd.cli.migrate.POLL_S", 0.01)
+    """1. The first answer is given. 2. The socket is gone for three tries. 3. It is back, and the migration has ended."""
     away = daemon.socket.with_name("away")
+    tries: list[float] = []
 
     def first() -> Any:
         daemon.socket.rename(away)
         daemon.answers["GET /v1/migrations/m1"] = plain(migration_view(**DONE))
         return plain(migration_view("preparing"))
 
-    def come_back(seconds: float, sleep: Any = time.sleep) -> None:
-        sleep(seconds)
-        if len(daemon.asked) == 1 and waits.append(seconds) is None and len(waits) == 3:  # type: ignore[func-returns-value]
+    def pass_time(seconds: float) -> None:
+        tries.append(seconds)
+        if len(tries) == 4:
             away.rename(daemon.socket)
 
-    waits: list[float] = []
-    monkeypatch.setattr("tmd.cli.migrate.time.sleep", come_back)
+    monkeypatch.setattr(time, "sleep", pass_time)
     daemon.answers["GET /v1/migrations/m1"] = first
     result = tmctl("migration", "show", "m1", "--wait")
     assert result.exit_code == 0, result.output
+    assert result.stderr.count("the daemon is away, m1 goes on meanwhile") == 1
+
+
+def test_wait_ends_if_the_daemon_stays_away(daemon: FakeDaemon, tmctl: Tmctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tmd.cli.shell.PATIENCE_S", 0.05)
+    monkeypatch.setattr("tmd.cli.shell.RETRY_S", 0.01)
+    view = plain(migration_view("preparing"))
+    daemon.answers["GET /v1/migrations/m1"] = lambda: daemon.socket.unlink() or view  # type: ignore[func-returns-value]
+    result = tmctl("migration", "show", "m1", "--wait")
+    assert result.exit_code == 2
     assert "the daemon is away, m1 goes on meanwhile" in result.stderr
+    assert "there is no such socket" in result.stderr
 
 
 def test_ctrl_c_leaves_the_migration_running_and_says_so(

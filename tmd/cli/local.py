@@ -151,7 +151,7 @@ def _follow(tmctl: Tmctl, job: dict[str, Any]) -> None:
     click.echo(f"job {job_id} started; Ctrl-C stops watching, not the job", err=True)
     try:
         while True:
-            job = tmctl.get(_job_address(job_id))
+            job = tmctl.get_patiently(_job_address(job_id), job_id)
             for agent in job["agents"]:
                 tails.setdefault(agent["log"], _Tail(agent["node"], Path(agent["log"]))).print_new(err=tmctl.as_json)
             if not any(agent["running"] for agent in job["agents"]):
@@ -172,7 +172,7 @@ def _follow(tmctl: Tmctl, job: dict[str, Any]) -> None:
 def _final_view(tmctl: Tmctl, job: dict[str, Any]) -> dict[str, Any]:
     """Raises ClientError, also for a job of which no agent got as far as the daemon."""
     try:
-        view: dict[str, Any] = tmctl.get(f"/v1/jobs/{job['job_id']}")
+        view: dict[str, Any] = tmctl.get_patiently(f"/v1/jobs/{job['job_id']}", job["job_id"])
     except ClientError as error:
         if error.status != 404:
             raise

@@ -16,8 +16,6 @@ from tmd.cli.shell import Tmctl, command
 from tmd.core.records import PHASES
 
 POLL_S = 0.2
-#: A daemon that is started again is back within this time; the migration goes on meanwhile.
-PATIENCE_S = 30.0
 ENDED = ("done", "aborted", "failed")
 EXIT_INTERRUPTED = 130
 
@@ -123,22 +121,16 @@ def _follow(tmctl: Tmctl, migration_id: str) -> None:
 
 def _until_ended(tmctl: Tmctl, migration_id: str) -> dict[str, Any]:
     told: set[str] = set()
-    heard = time.monotonic()
+    view: dict[str, Any] = tmctl.get(_address(migration_id))
     while True:
-        try:
-            view: dict[str, Any] = tmctl.get(_address(migration_id))
-            heard = time.monotonic()
-        except ClientError as error:
-            if error.status or time.monotonic() - heard > PATIENCE_S:
-                raise
-            _tell(told, "away", f"the daemon is away, {migration_id} goes on meanwhile")
-            time.sleep(POLL_S)
-            continue
         for news, line in _progress(view):
-            _tell(told, news, line)
+            if news not in told:
+                told.add(news)
+                click.echo(line, err=True)
         if view["record"]["state"] in ENDED:
             return view
         time.sleep(POLL_S)
+        view = tmctl.get_patiently(_address(migration_id), migration_id)
 
 
 def _progress(view: dict[str, Any]) -> list[tuple[str, str]]:
@@ -153,9 +145,3 @@ def _progress(view: dict[str, Any]) -> list[tuple[str, str]]:
         line = f"{record['migration_id']} {record['state']} ({places}): {view['sentence'] or record['reason']}"
         lines.append((line, line))
     return lines
-
-
-def _tell(told: set[str], news: str, line: str) -> None:
-    if news not in told:
-        told.add(news)
-        click.echo(line, err=True)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ _Command = Callable[..., None]
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the daemon refused, or what was waited for failed; 2 wrong usage, or no daemon; 130 stopped waiting."
 )
+#: A daemon that is started again is back within this time.
+PATIENCE_S = 30.0
+RETRY_S = 0.2
 
 
 @dataclasses.dataclass
@@ -32,6 +36,21 @@ class Tmctl:
     def get(self, target: str) -> Any:
         """Raises ClientError."""
         return self.client.get(target)
+
+    def get_patiently(self, target: str, what: str) -> Any:
+        """As `get`, but a daemon that is being started again is waited for; `what` goes on meanwhile. Raises ClientError."""
+        deadline = time.monotonic() + PATIENCE_S
+        said = False
+        while True:
+            try:
+                return self.client.get(target)
+            except ClientError as error:
+                if error.status or time.monotonic() > deadline:
+                    raise
+            if not said:
+                click.echo(f"the daemon is away, {what} goes on meanwhile", err=True)
+                said = True
+            time.sleep(RETRY_S)
 
     def post(self, target: str, body: Any = None) -> Any:
         """Raises ClientError."""
