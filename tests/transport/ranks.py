@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers and functional collectives import it when first used: once here, not in every rank process
 import torch.distributed as dist
 
 from tmd.protocol.membership import Member, Membership
@@ -25,7 +26,7 @@ from tmd_worker.transport import shell
 from tmd_worker.transport.fabric import Fabric
 
 JOB_KEY = b"k" * 32
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 Body = Callable[["Rank"], Any]
 
 
@@ -95,10 +96,13 @@ class Rank:
 
     def make_world(self) -> None:
         shell.register()
-        store = dist.FileStore(self._store_path, self.size)
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            self._store_path, self.size
+        )
         dist.init_process_group("tmd", store=store, rank=self.rank, world_size=self.size)
 
     def go_live(self, membership: Membership) -> int:
+        self.table = membership
         opened = self.fabric.open(membership, self.rank, DEADLINE_S)
         self.fabric.activate(membership.epoch)
         self.events.run_epoch = membership.epoch
@@ -144,7 +148,7 @@ def ranks(size: int, body: Body, *, live: bool = True, setup: Callable[[Rank], N
     `live`: linked in epoch 0 before the body begins, with the default group made. `setup` runs before anything else.
     """
     context = multiprocessing.get_context("fork")
-    processes: list[Process] = []
+    started: list[Process] = []
     with tempfile.TemporaryDirectory() as directory:
         try:
             for rank in range(size):
@@ -153,15 +157,15 @@ def ranks(size: int, body: Body, *, live: bool = True, setup: Callable[[Rank], N
                 process = context.Process(target=_run, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
-                processes.append(Process(rank, process, ours))
+                started.append(Process(rank, process, ours))
             if live:
-                members = {process.rank: process.hear() for process in processes}
-                for process in processes:
-                    process.tell(Membership(epoch=0, members=members))
-            yield processes
+                members = {member.rank: member.hear() for member in started}
+                for member in started:
+                    member.tell(Membership(epoch=0, members=members))
+            yield started
         finally:
-            for process in processes:
-                process.end()
+            for member in started:
+                member.end()
 
 
 def run_ranks(size: int, body: Body, **options: Any) -> list[Any]:

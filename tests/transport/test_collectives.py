@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the functional collectives import it when first called: once here, not in every rank process
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
@@ -46,7 +45,8 @@ def expected(name: str, stack: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     if dtype is torch.bool:
         return stack.any(0) if name in ("SUM", "MAX") else stack.all(0)
     wide = stack.to(torch.float64 if dtype.is_floating_point else torch.int64)
-    return REDUCTIONS[name](wide).to(dtype)
+    reduced: torch.Tensor = REDUCTIONS[name](wide).to(dtype)
+    return reduced
 
 
 def cases(seed: int, number: int) -> list[tuple[str, int, torch.dtype]]:
@@ -113,7 +113,7 @@ def test_layouts_that_are_not_contiguous() -> None:
         dist.all_reduce(scalar)
         return [
             bool((base == 6).all()),
-            columns[:, 10:20].eq(1).all().item() and columns.sum().item() == 2000,
+            bool(columns[:, 10:20].eq(1).all()) and columns.sum().item() == 2000,
             all(torch.equal(part, mine + 10 * i) for i, part in enumerate(parts)),
             torch.equal(whole, mine.repeat(3, 1)),
             scalar.item() == 3,
@@ -164,7 +164,7 @@ def test_reduce_and_reduce_scatter() -> None:
         dist.reduce_scatter(listed, parts)
         single = torch.empty(30_000)
         dist.reduce_scatter_single(single, torch.cat(parts))
-        return [tensor.unique().tolist(), listed.unique().tolist(), single.unique().tolist(), parts[0].unique().tolist()]
+        return [sorted(set(values.tolist())) for values in (tensor, listed, single, parts[0])]
 
     results = run_ranks(3, body)
     assert [result[0] for result in results] == [[0.0], [1.0], [3.0]]
@@ -175,6 +175,7 @@ def test_reduce_and_reduce_scatter() -> None:
 
 def test_objects_and_functional_and_coalesced_forms() -> None:
     def body(rank: Rank) -> list[Any]:
+        world: Any = dist.group.WORLD
         gathered: list[Any] = [None] * rank.size
         dist.all_gather_object(gathered, {"rank": rank.rank, "pad": "x" * rank.rank})
         listed = [f"from {rank.rank}", [rank.rank]]
@@ -183,10 +184,10 @@ def test_objects_and_functional_and_coalesced_forms() -> None:
         dist.gather_object(rank.rank, collected, dst=0)
         given: list[Any] = [None]
         dist.scatter_object_list(given, ["a", "b", "c"] if rank.rank == 0 else None, src=0)
-        one = functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD) + 0
-        both = functional.all_reduce_coalesced([torch.ones(2), torch.ones(70_000)], "sum", dist.group.WORLD)
-        cat = functional.all_gather_single(torch.tensor([rank.rank]), 0, dist.group.WORLD) + 0
-        with dist._coalescing_manager():
+        one = functional.all_reduce(torch.ones(3), "sum", world) + 0
+        both = functional.all_reduce_coalesced([torch.ones(2), torch.ones(70_000)], "sum", world)
+        cat = functional.all_gather_single(torch.tensor([rank.rank]), 0, world) + 0
+        with dist._coalescing_manager():  # type: ignore[attr-defined]
             first, second = torch.ones(2), torch.ones(3)
             dist.all_reduce(first)
             dist.all_reduce(second)

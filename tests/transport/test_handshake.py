@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,9 @@ def pair() -> Iterator[Mesh]:
         yield made
 
 
-def ask(to: Node, key: bytes = b"k" * 32, **changed: object) -> Verdict:
+def ask(to: Node, key: bytes = b"k" * 32, **changed: Any) -> Verdict:
     """Dials as rank 1 of epoch 0 would for group "late", with whatever is changed."""
-    wanted = {
+    wanted: dict[str, Any] = {
         "kind": LINK,
         "incarnation": "inc-1",
         "peer_incarnation": to.incarnation,
@@ -34,7 +35,7 @@ def ask(to: Node, key: bytes = b"k" * 32, **changed: object) -> Verdict:
         "rank": 1,
         "peer_rank": to.rank,
     }
-    hello = Hello(nonce=new_nonce(), **{**wanted, **changed})  # type: ignore[arg-type]
+    hello = Hello(nonce=new_nonce(), **{**wanted, **changed})
     sock, verdict = dial(to.member, key, hello, time.monotonic() + 5, lambda _: None)
     sock.close()
     return verdict
@@ -56,7 +57,7 @@ def test_the_expected_member_is_accepted(pair: Mesh) -> None:
         ({"kind": "nothing-serves-this"}, "retry"),
     ],
 )
-def test_anything_else_is_told_whether_to_try_again(pair: Mesh, changed: dict[str, object], answer: str) -> None:
+def test_anything_else_is_told_whether_to_try_again(pair: Mesh, changed: dict[str, Any], answer: str) -> None:
     assert ask(pair.nodes[0], **changed).answer == answer
 
 
@@ -153,7 +154,7 @@ def test_a_dead_member_fails_the_opening_at_once() -> None:
         table = made.table(0)
         made.nodes[0].fabric.close_all()
         began_s = time.monotonic()
-        with pytest.raises(LinkError, match="no link of group .* to rank 0: inc-0"):
+        with pytest.raises(LinkError, match=r"no link of group .* to rank 0: inc-0"):
             made.nodes[1].fabric.open(table, 1, 30.0)
         assert time.monotonic() - began_s < 5
 
@@ -161,7 +162,10 @@ def test_a_dead_member_fails_the_opening_at_once() -> None:
 def test_a_member_that_does_not_come_fails_the_opening_in_time() -> None:
     with mesh(2, live=False) as made, pytest.raises(LinkError, match="did not open its link of group"):
         made.nodes[0].fabric.open(made.table(0), 0, 0.2)
-    with mesh(2, live=False) as made, pytest.raises(LinkError, match="rank 0 was not ready in time: epoch 0 is not known here yet"):
+    with (
+        mesh(2, live=False) as made,
+        pytest.raises(LinkError, match="rank 0 was not ready in time: epoch 0 is not known here yet"),
+    ):
         made.nodes[1].fabric.open(made.table(0), 1, 0.2)
 
 

@@ -182,7 +182,7 @@ def test_a_log_only_collective_that_breaks_on_the_way_yields_nan_and_raises_noth
 def test_values_are_valid_when_a_gather_breaks_on_the_way() -> None:
     with mesh(2) as made:
         parts = [torch.full((4,), -1), torch.full((4,), -1)]
-        work = made.nodes[0].world.allgather([parts], [torch.full((4,), 9)])
+        work: Any = made.nodes[0].world.allgather([parts], [torch.full((4,), 9)])
         made.nodes[1].events.poison(0, "test")
         assert work.ended_within(5)
         assert [part.tolist() for part in parts] == [[9] * 4] * 2
@@ -191,10 +191,10 @@ def test_values_are_valid_when_a_gather_breaks_on_the_way() -> None:
 def test_a_link_that_breaks_when_nothing_can_be_poisoned_any_more_fails_the_work() -> None:
     """After the last step the core ignores broken links: a collective of the script's end must say that its peer left."""
     with mesh(2) as made:
-        made.nodes[0].events.link_broken = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+        made.nodes[0].events.link_broken = lambda *_, **__: None  # type: ignore[method-assign]
         work = all_reduce(made.nodes[0], torch.ones(3))
         made.nodes[1].fabric.close_all()
-        with pytest.raises(RuntimeError, match="allreduce on the tmd backend: rank 1 .* the job is ending"):
+        with pytest.raises(RuntimeError, match=r"allreduce on the tmd backend: rank 1 .* the job is ending"):
             work.wait()
 
 
@@ -251,7 +251,7 @@ def test_a_silent_peer_breaks_the_link_after_the_groups_timeout() -> None:
 
 def test_a_large_send_to_a_peer_that_does_not_read_is_woken_too() -> None:
     with mesh(2) as made:
-        work = made.nodes[0].world.broadcast([torch.ones(8_000_000)], broadcast_from(0))
+        work: Any = made.nodes[0].world.broadcast([torch.ones(8_000_000)], broadcast_from(0))
         assert not work.ended_within(0.1)
         made.nodes[0].events.poison(0, "test")
         assert work.ended_within(5)

@@ -226,9 +226,9 @@ def test_a_standby_takes_another_role_in_place() -> None:
 
 
 def test_a_role_that_a_group_was_not_built_for_is_refused_by_name() -> None:
-    with mesh(2) as made:
-        with pytest.raises(ValueError, match=r"cannot become rank 7: its group tmd.session was built for ranks \[0, 1\]"):
-            made.nodes[0].fabric.set_role(7, 2, 1)
+    refusal = r"cannot become rank 7: its group tmd.session was built for ranks \[0, 1\]"
+    with mesh(2) as made, pytest.raises(ValueError, match=refusal):
+        made.nodes[0].fabric.set_role(7, 2, 1)
 
 
 def test_making_a_group_while_a_link_breaks_discards_the_step() -> None:

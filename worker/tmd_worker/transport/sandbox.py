@@ -18,7 +18,7 @@ from tmd_worker.transport.tensors import Reduction
 _NONE_PICKLED = pickle.dumps(None)
 #: Functions of torch.distributed whose non-source ranks pass uninitialised memory to a broadcast or scatter.
 _OBJECT_COLLECTIVES = {"broadcast_object_list", "scatter_object_list"}
-_FRAMES_UP = 10
+_FRAMES_UP = 8
 
 
 def reduced(tensor: Tensor, kind: Reduction, members: int) -> None:
@@ -39,10 +39,16 @@ def gathered(outputs: Sequence[Tensor], own: Tensor) -> None:
             target.copy_(source.repeat(repeats)[: target.numel()].view(target.shape))
 
 
-def broadcast(tensor: Tensor, *, is_root: bool) -> None:
-    """The value that is there, except where an object collective passes uninitialised memory: there it is a pickled None."""
-    if not is_root and for_objects():
-        none_pickled(tensor)
+def uninitialised() -> bool:
+    """True if this is called by an object collective, which passes uninitialised memory on all ranks but the source."""
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES_UP):
+        if frame.f_code.co_name in _OBJECT_COLLECTIVES:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def none_pickled(tensor: Tensor) -> None:
@@ -52,18 +58,6 @@ def none_pickled(tensor: Tensor) -> None:
         gathered([tensor], pattern)
     else:
         tensor.detach().fill_(len(_NONE_PICKLED))
-
-
-def for_objects() -> bool:
-    """True if an object collective of torch.distributed is what called."""
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES_UP):
-        if frame.f_code.co_name in _OBJECT_COLLECTIVES:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
 
 
 def received(tensor: Tensor) -> None:

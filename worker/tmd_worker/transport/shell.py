@@ -139,13 +139,13 @@ class TmdProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensors = _listed(tensors)
         root = opts.rootRank
-        is_root = root == self._group.rank
+        unknown = root != self._group.rank and sandbox.uninitialised()
         return self._collective(
             "broadcast",
             tensors,
             tensors,
             lambda table: _each(lambda tensor: collectives.broadcast(table, tensor, root), tensors),
-            lambda: _each(lambda tensor: sandbox.broadcast(tensor, is_root=is_root), tensors),
+            lambda: _each(sandbox.none_pickled, tensors if unknown else []),
         )
 
     def allgather(self, outputs: Any, inputs: Any, *_: Any) -> Work:
@@ -241,6 +241,7 @@ class TmdProcessGroup(dist.ProcessGroup):
         output = _listed(outputs)[0]
         root, rank, size = opts.rootRank, self._group.rank, self._group.size
         parts = inputs[0] if root == rank else None
+        unknown = root != rank and sandbox.uninitialised()
 
         def run(table: LinkTable) -> None:
             shape = (size, *output.shape)
@@ -251,8 +252,10 @@ class TmdProcessGroup(dist.ProcessGroup):
         def local() -> None:
             if parts:
                 output.detach().copy_(parts[rank])
+            elif unknown:
+                sandbox.none_pickled(output)
             else:
-                sandbox.broadcast(output, is_root=False)
+                sandbox.received(output)
 
         return self._collective("scatter", [output], [output], run, local, read=parts or ())
 
