@@ -14,7 +14,7 @@ from tmd.core.daemon import DaemonCore
 from tmd.core.instructions import DirectAgent, Instruction, Persist
 from tmd.core.records import LedgerSnapshot
 from tmd.core.settings import CoreSettings
-from tmd.protocol.agent import AgentStatus, ProcessSpec
+from tmd.protocol.agent import ProcessSpec
 from tmd.protocol.membership import Plan
 from tmd.protocol.rank import Directive, RankStatus
 from tmd_worker.core import instructions as do
@@ -193,21 +193,6 @@ class TrustsHalfLoadedState(RankCore):
 # -------------------------------------------------------------------- bugs of the daemon's core
 
 
-class StaleStatusAccepted(DaemonCore):
-    """A status that was overtaken on its way is taken for the newest."""
-
-    _count = 1_000_000
-
-    def agent_status(self, now: float, status: AgentStatus) -> list[Instruction]:
-        self._count += 1
-        count, replace = self._count, msgspec.structs.replace
-        processes = tuple(
-            replace(process, rank=replace(process.rank, version=count) if process.rank is not None else None)
-            for process in status.processes
-        )
-        return super().agent_status(now, replace(status, version=count, processes=processes))
-
-
 class ForgetsTheResolution(DaemonCore):
     """A restarted daemon decides the open step again."""
 
@@ -248,7 +233,6 @@ RANK_BUGS: dict[str, type[RankCore]] = {
     "trusts_half_loaded_state": TrustsHalfLoadedState,
 }
 DAEMON_BUGS: dict[str, type[DaemonCore]] = {
-    "stale_status_accepted": StaleStatusAccepted,
     "forgets_the_resolution": ForgetsTheResolution,
     "forgets_the_plan": ForgetsThePlan,
 }

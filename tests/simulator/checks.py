@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tests.simulator.links import End, Frame
+from tests.simulator.links import End, Frame, Route
 from tests.simulator.model import Chain, TrainingState, approximate_private
 from tmd.core.instructions import Persist
-from tmd.core.records import JobRecord
+from tmd.core.records import JobRecord, RankRecord
 from tmd.protocol.agent import AgentDirective
 from tmd.protocol.membership import Install, Plan, buddy_of
 from tmd.protocol.rank import Directive, RankStatus
@@ -182,6 +182,12 @@ class Checks:
         if not any(process.touched_s >= since_s or not process.alive or process.machine.frozen for process in members):
             self.fail("4 and 5 no harm", f"epoch {core.live_epoch} ends though nothing hit a member: {reason} ({rank.name})")
 
+    def goes_live(self, rank: SimRank, missing: set[Route]) -> None:
+        if missing:
+            self.fail(
+                "linked first", f"{rank.name} goes live in epoch {rank.core.live_epoch} without its links {sorted(missing)}"
+            )
+
     def has_closed(self, rank: SimRank) -> None:
         """Nobody waits for somebody who has given up."""
         open_ends = [end for end in rank.ends if end.epoch <= rank.core.poisoned_epoch and not end.closed]
@@ -244,9 +250,19 @@ class Checks:
             if job.state == "failed" and not self._failed:
                 self._failed = True
                 self._gives_up(job)
+        for rank in rows.ranks:
+            if rank.state == "lost":
+                self._declared_lost(rank)
         note = self.world.note
         for event in rows.events:
             note("ledger", f"{event.kind} {event.subject}: {event.text}")
+
+    def _declared_lost(self, record: RankRecord) -> None:
+        process = self.world.processes.get(record.incarnation)
+        if process is None or not process.alive or process.touched_s >= 0 or process.incarnation in self._cut_off:
+            return
+        if process.core.has_state and process.core.live_epoch >= 0 and "install" not in record.reason:
+            self.fail("4 and 5 no harm", f"{process.name} is given up though nothing hit it: {record.reason}")
 
     def _gives_up(self, job: JobRecord) -> None:
         """Who is there at that moment must not contradict the reason."""

@@ -24,6 +24,7 @@ POINTS = (
     "go",
     "stage",
     "staged",
+    "flip",
     "switch",
     "handoff",
     "handoff_source",
@@ -46,7 +47,8 @@ KINDS = (
     (14, "migrate_rank"),
     (6, "migrate_node"),
     (7, "drain"),
-    (4, "abort"),
+    (4, "kill_two"),
+    (8, "abort"),
     (1, "pause"),
     (1, "user_bug"),
 )
@@ -149,6 +151,11 @@ class Faults(Actor):
         self.world.checks.touched([victim])
         victim.die(SIGKILL)
         return True
+
+    def _kill_two(self, involved: SimRank | None) -> bool:
+        """One, and a second one while the job recovers from the first."""
+        self.world.after(0.005 + 0.06 * self.world.random.random(), self, self._kill_rank, None)
+        return self._kill_rank(involved)
 
     def _kill_standby(self, _: SimRank | None) -> bool:
         members = self._members()
@@ -298,17 +305,23 @@ class Faults(Actor):
             self._say_state(victim.machine.name, "up", "resumed", 0.4 * self.world.random.random())
         return True
 
-    def _abort(self, _: SimRank | None) -> bool:
+    def _abort(self, involved: SimRank | None) -> bool:
+        """An operator changes their mind, some time after asking."""
+        self._migrate_rank(involved)
+        self.world.after(0.12 * self.world.random.random(), self, self._call_off)
+        return True
+
+    def _call_off(self) -> None:
         daemon = self.world.daemon
         open_ids = [m.migration_id for m in self.world.ledger.migrations.values() if m.state in OPEN_STATES]
         if not daemon.alive or not open_ids:
-            return False
-        self._note(open_ids[0], "aborts")
+            return
+        chosen = self.world.random.choice(open_ids)
+        self._note(chosen, "calls off")
         try:
-            daemon.carry_out(daemon.core.abort_migration(self.world.now, self.world.random.choice(open_ids), "operator"))
+            daemon.carry_out(daemon.core.abort_migration(self.world.now, chosen, "operator"))
         except Refused as refusal:
             self._note(str(refusal), "was refused:")
-        return True
 
     def _pause(self, _: SimRank | None) -> bool:
         self._set_paused(True)

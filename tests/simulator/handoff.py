@@ -38,7 +38,7 @@ class Fetch:
     def succeed(self, state: TrainingState, origin: RecordOrigin) -> None:
         """The thread that copied tells the core a little later: by then the epoch may be over."""
         self.over = True
-        self.world.after(self.world.pace("hop"), self.joiner, self._report, state, origin)
+        self.world.after(self.world.hop(), self.joiner, self._report, state, origin)
 
     def _report(self, state: TrainingState, origin: RecordOrigin) -> None:
         if self.joiner.fetch is self:

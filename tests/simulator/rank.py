@@ -114,6 +114,7 @@ class SimRank(Actor):
     def activate_links(self, instruction: do.ActivateLinks) -> None:
         opening = self.opening if self.opening is not None and self.opening.epoch == instruction.epoch else self.staging
         assert opening is not None
+        self.world.checks.goes_live(self, opening.missing)
         self.live = opening.ends
         for end in self.live.values():
             end.use = "live"
@@ -208,7 +209,7 @@ class SimRank(Actor):
         if opening.over:
             return
         if opening is self.staging:
-            self.world.after(self.world.pace("hop"), self, self._report_staged, self.staged_plan.plan_id, len(opening.ends))
+            self.world.after(self.world.hop(), self, self._report_staged, self.staged_plan.plan_id, len(opening.ends))
         elif opening is self.opening:
             self._send_own_record()
             self.maybe_linked()
@@ -246,6 +247,7 @@ class SimRank(Actor):
 
     def _ward_record_arrived(self, frame: Frame) -> None:
         self.keep_record(self.ward_records, frame.step, frame.value)
+        self.world.checks.record_kept(self, frame.epoch, frame.step)
         self.maybe_linked()
 
     def maybe_linked(self) -> None:
@@ -255,7 +257,7 @@ class SimRank(Actor):
             return
         if install.fresh or install.target_step in self.ward_records:
             opening.reported = True
-            self.world.after(self.world.pace("hop"), self, self._report_linked, opening.epoch, len(opening.ends))
+            self.world.after(self.world.hop(), self, self._report_linked, opening.epoch, len(opening.ends))
 
     def _report_linked(self, epoch: int, opened: int) -> None:
         """From the thread that opened the links: by now the epoch may be over."""

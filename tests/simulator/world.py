@@ -24,6 +24,7 @@ PACES = {
     "channel": (0.0005, 0.006),
     "pipe": (0.0001, 0.001),
     "hop": (0.0, 0.0015),
+    "slow_hop": (0.005, 0.06),
     "link": (0.0002, 0.003),
     "start": (0.005, 0.02),
     "build": (0.01, 0.06),
@@ -105,6 +106,10 @@ class World(Engine):
     def pace(self, what: str) -> float:
         low, high = PACES[what]
         return low + (high - low) * self.random.random()
+
+    def hop(self) -> float:
+        """From a thread that has done something to the core that is told: now and then it takes its time."""
+        return self.pace("slow_hop" if self.random.random() < 0.05 else "hop")
 
     def link_delay(self) -> float:
         return self.pace("link")
