@@ -215,7 +215,7 @@ async def stop_again(agent: Agent) -> None:
 
     def ask() -> bool:
         with contextlib.suppress(ProcessLookupError):
-            agent.process.terminate()
+            os.kill(agent.process.pid, signal.SIGTERM)  # process.terminate would reap it behind asyncio's back
         return agent.process.returncode is not None
 
     await until("the agent ends", ask)
