@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
@@ -100,3 +100,37 @@ def warmed(seed: int) -> Build:
     made.step()
     made.tracked.restore_all(before, keep_allocated=True)
     return made
+
+
+def run(made: Build, steps: int) -> list[float]:
+    return [made.step() for _ in range(steps)]
+
+
+#: Every optimizer, scheduler and scaler whose state must come through.
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw foreach, amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
+    "adamw, tensor rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+}
+SCHEDULERS: dict[str, MakeScheduler] = {
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 40),
+    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [2, 5, 9]),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=200, cycle_momentum=False),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=4), lr_scheduler.ExponentialLR(o, 0.9)], [4]
+    ),
+}
+BUILDS: dict[str, Callable[[int], Build]] = {
+    **{f"optimizer {name}": lambda seed, make=make: build(seed, optimizer=make) for name, make in OPTIMIZERS.items()},
+    **{f"scheduler {name}": lambda seed, make=make: build(seed, scheduler=make) for name, make in SCHEDULERS.items()},
+    "scaler": lambda seed: build(seed, scaled=True),
+}

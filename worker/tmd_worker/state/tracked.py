@@ -81,7 +81,6 @@ class Tracked:
         self.intact = True
         self._role: tuple[int, int] | None = None
         self._tracked: dict[str, Any] = {}
-        self._undo: set[str] = set()
         self._saved: dict[Optimizer, OptimizerCopy] = {}
         self._records = records.Keeper(self)
 
@@ -103,8 +102,6 @@ class Tracked:
             raise TrackRefused(f"cannot track {name} with undo=True: that is for optimizers, this is a {type(obj).__name__}")
         self._add(name, obj)
         self._tracked[name] = obj
-        if undo:
-            self._undo.add(name)
         rng.note_device()
 
     def _add(self, name: str, obj: Any) -> None:
@@ -169,10 +166,6 @@ class Tracked:
 
     def _extra_names(self) -> set[str]:
         return {name for name, other in self.others.items() if isinstance(other, ExtraState)}
-
-    def needs_undo(self, optimizer: Optimizer) -> bool:
-        """It was tracked with undo=True."""
-        return any(self.optimizers[name] is optimizer for name in self._undo)
 
     def set_role(self, rank: int, world_size: int) -> None:
         """Tells every loader; raises TrackRefused if one cannot change its role in place."""
@@ -301,14 +294,6 @@ class Tracked:
         """Checks everything and touches nothing; raises StateMismatch naming the entry. `per_rank`: the source is the leaver,
         its RNG and loader position are taken too; else the source is a replica and `adopt_record` must follow."""
         return prepare(self, self._records, manifest, per_rank=per_rank)
-
-    def load_full(self, manifest: Manifest, tensors: list[torch.Tensor], *, per_rank: bool) -> None:
-        """prepare_load, copy and finish in one, for tensors that are here already."""
-        plan = self.prepare_load(manifest, per_rank=per_rank)
-        plan.begin()
-        for destination, tensor in zip(plan.destinations, tensors, strict=True):
-            memory_of(destination)[:] = memory_of(tensor)
-        plan.finish()
 
     def apply_record(self, data: bytes, *, with_rng: bool = True) -> None:
         """Raises StateMismatch before anything is touched."""

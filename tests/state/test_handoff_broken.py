@@ -1,0 +1,131 @@
+"""What can happen to a state on its way is detected and named, and never taken for a state."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.state.builds import build, run, warmed
+from tests.state.handoff_rig import DEADLINE_S, Cut, Flip, forward, hand_over, wire_bytes
+from tmd_worker.state.errors import TransferBroken
+from tmd_worker.state.handoff import receive_record, receive_state, send_record
+from tmd_worker.state.manifest import Manifest
+from tmd_worker.state.stream import MAX_FRAME_BYTES
+from tmd_worker.state.tracked import Tracked
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.3, 0.4, 0.5, 0.6, 0.8, 0.9])
+def test_a_transfer_that_breaks_leaves_the_state_untouched_or_unusable_and_can_be_repeated(fraction: float) -> None:
+    source, target = build(0), warmed(1)
+    run(source, 4)
+    untouched = target.tracked.digest()
+    cut = Cut(int(fraction * wire_bytes(source.tracked)))
+    received, heard = hand_over(source.tracked, target.tracked, step=4, wire=lambda a, b: forward(a, b, cut))
+    assert isinstance(received, TransferBroken)
+    assert isinstance(heard, TransferBroken)
+    assert "receiving" in str(received)
+    if target.tracked.intact:
+        assert target.tracked.digest() == untouched
+    else:
+        assert fraction > 0
+    hand_over(source.tracked, target.tracked, step=4)
+    assert target.tracked.digest() == source.tracked.digest()
+
+
+def test_any_damaged_byte_is_detected() -> None:
+    """Wherever it is: in the manifest, a header, an entry or a digest. A damaged length may also look like a stall."""
+    source, target = build(0), warmed(1)
+    run(source, 4)
+    names = {entry.name for entry in source.tracked.full_state(step=4, epoch=3)[0].entries}
+    generator = random.Random(7)
+    blamed = set()
+    for place in [0, 5, 9, 11, *(generator.randrange(wire_bytes(source.tracked)) for _ in range(16))]:
+        flip = Flip(place, generator.randrange(8))
+        received, heard = hand_over(
+            source.tracked, target.tracked, step=4, wire=lambda a, b, flip=flip: forward(a, b, flip), deadline_s=0.5
+        )
+        assert flip.passed > place
+        assert isinstance(received, TransferBroken)
+        assert isinstance(heard, TransferBroken)
+        blamed.add(str(received).partition(" arrived")[0].partition(",")[0])
+    assert "the manifest" in blamed
+    assert blamed & names
+
+
+def test_the_damaged_entry_is_the_one_that_is_named() -> None:
+    source, target = build(0), warmed(1)
+    run(source, 4)
+    manifest, tensors = source.tracked.full_state(step=4, epoch=3)
+    wanted = next(n for n, e in enumerate(manifest.entries) if e.name == "optimizer/model/3.weight.exp_avg")
+    needle = tensors[wanted].numpy().tobytes()
+
+    def spoil(data: bytes) -> bytes:
+        place = data.find(needle[:64])
+        return data if place < 0 else data[: place + 5] + bytes([data[place + 5] ^ 1]) + data[place + 6 :]
+
+    received, heard = hand_over(source.tracked, target.tracked, step=4, wire=lambda a, b: forward(a, b, spoil))
+    assert str(received).startswith("optimizer/model/3.weight.exp_avg arrived with other bytes than were sent")
+    assert not target.tracked.intact
+    assert isinstance(heard, TransferBroken)
+
+
+def test_a_peer_that_stalls_is_given_up_with_the_name_of_what_was_awaited() -> None:
+    target = warmed(1)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        began_s = time.monotonic()
+        with pytest.raises(TransferBroken, match=r"nothing moved for 0.2 s while receiving the manifest"):
+            receive_state(ours, target.tracked, 0.2, per_rank=True)
+        assert time.monotonic() - began_s < 5
+        assert ours.gettimeout() is None
+    assert target.tracked.intact
+
+
+def test_a_frame_that_is_too_large_is_refused_before_memory_is_taken() -> None:
+    target = warmed(1)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"TMDS" + (MAX_FRAME_BYTES + 1).to_bytes(8, "big"))
+        with pytest.raises(TransferBroken, match="too large"):
+            receive_state(ours, target.tracked, DEADLINE_S, per_rank=True)
+
+
+def test_records_travel_with_what_is_not_known() -> None:
+    for record, tail in ((b"r" * 5_000_000, b""), (b"r", None), (None, None), (b"", b"t")):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            sender = threading.Thread(target=send_record, args=(ours, 8, record, tail, DEADLINE_S))
+            sender.start()
+            assert receive_record(theirs, 8, DEADLINE_S) == (record, tail)
+            sender.join(DEADLINE_S)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_record(ours, 7, b"r", b"", DEADLINE_S)
+        with pytest.raises(TransferBroken, match=r"step 7 came.*step 8"):
+            receive_record(theirs, 8, DEADLINE_S)
+
+
+def test_half_a_gibibyte_moves_in_seconds() -> None:
+    def make(value: float) -> Tracked:
+        model = nn.Module()
+        for index in range(8):
+            setattr(model, f"weight{index}", nn.Parameter(torch.full((16 << 20,), value)))
+        tracked = Tracked()
+        tracked.add("model", model)
+        return tracked
+
+    source, target = make(1.5), make(0.0)
+    began_s = time.monotonic()
+    received, _ = hand_over(source, target, step=0)
+    took_s = time.monotonic() - began_s
+    assert isinstance(received, Manifest)
+    assert received.total_bytes == 512 << 20
+    assert took_s < 8
+    assert all(np.all(parameter.detach().numpy() == 1.5) for parameter in target.parameters.values())
