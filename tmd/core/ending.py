@@ -59,8 +59,8 @@ def _give_roles_back(job: Job, now: float, recovery: Recovery) -> None:
         joiner = job.holder(rank)
         if joiner is not None and joiner.incarnation != incarnation:
             job.retire(now, joiner, "every step was committed without it")
-        job.roles[rank] = incarnation
         lost = job.processes[incarnation]
+        job.give_role(rank, lost)
         if rank not in job.left:
             job.lost_at_end[rank] = f"rank {rank} on {lost.node} was lost after the last step ({lost.record.reason})"
 

@@ -75,7 +75,8 @@ def restart(job: Job, now: float, reason: str) -> None:
         if process.record.state != "standby":
             job.set_process(now, process, state="retired", reason="the job starts again from nothing")
     places = {rank: (process.record.agent_id, process.record.local_rank) for rank, process in job.holders().items()}
-    job.roles.clear()
+    for rank in list(job.roles):
+        job.vacate(rank)
     job.attempt = job.recovery = job.flight = None
     job.failed_attempts, job.retry_at_s = 0, 0.0
     job.forget_progress()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -70,8 +71,8 @@ class Job:
         self.journal = journal
         self.agents: dict[str, Agent] = {}
         self.processes: dict[str, Process] = {}
-        #: Rank -> incarnation that holds the role or is to take it next; a vacant role is missing.
-        self.roles: dict[int, str] = {}
+        self._roles: dict[int, str] = {}
+        self._holders: dict[int, Process] | None = None
         self.nodes: dict[str, NodeRecord] = {}
         self.migrations: dict[str, MigrationRecord] = {}
         self.recovery: Recovery | None = None
@@ -137,16 +138,22 @@ class Job:
     def ranks(self) -> range:
         return range(self.record.world_size)
 
+    @property
+    def roles(self) -> Mapping[int, str]:
+        """Rank -> incarnation that holds the role or is to take it next; a vacant role is missing."""
+        return self._roles
+
     def holder(self, rank: int) -> Process | None:
-        incarnation = self.roles.get(rank)
-        return self.processes[incarnation] if incarnation is not None else None
+        return self.holders().get(rank)
 
     def holders(self) -> dict[int, Process]:
-        """Rank -> process, for the roles that are not vacant."""
-        return {rank: self.processes[incarnation] for rank, incarnation in sorted(self.roles.items())}
+        """Rank -> process, in order of rank, for the roles that are not vacant. The same object until a role changes hands."""
+        if self._holders is None:
+            self._holders = {rank: self.processes[incarnation] for rank, incarnation in sorted(self._roles.items())}
+        return self._holders
 
     def vacant(self) -> list[int]:
-        return [rank for rank in self.ranks if rank not in self.roles]
+        return [rank for rank in self.ranks if rank not in self._roles]
 
     def active(self) -> list[Process]:
         return [process for process in self.processes.values() if process.active]
@@ -210,6 +217,18 @@ class Job:
         self.journal.keep_rank(process.record)
         self.stale = True
 
+    def give_role(self, rank: int, process: Process) -> None:
+        """From now on this incarnation holds the role, or is to take it."""
+        self._roles[rank] = process.incarnation
+        self._holders = None
+        self.stale = True
+
+    def vacate(self, rank: int) -> None:
+        """Nobody holds the role."""
+        self._roles.pop(rank, None)
+        self._holders = None
+        self.stale = True
+
     def set_node(self, now: float, node: str, **changes: Any) -> None:
         """Changes a node's record, which it makes if need be."""
         old = self.nodes.get(node) or NodeRecord(node=node, job_id=self.job_id, state="unknown", use="standby")
@@ -258,7 +277,7 @@ class Job:
         self.processes[record.incarnation] = process
         self.set_process(now, process)
         if rank is not None:
-            self.roles[rank] = record.incarnation
+            self.give_role(rank, process)
         return process
 
     def free_slots(self, agent: Agent) -> list[int]:
@@ -270,23 +289,23 @@ class Job:
         }
         return [slot for slot in range(self.record.nproc_per_node) if slot not in taken]
 
-    def retire(self, now: float, process: Process, reason: str) -> None:
+    def retire(self, now: float, process: Process, reason: str, cause: int | None = None) -> None:
         """Its role is another's for good: it is told to leave, and is killed if it does not."""
         process.leave_until_s = now + self.settings.heartbeat_timeout_s
         self.set_process(now, process, state="retired", reason=reason)
-        self.tell(now, process.incarnation, "retired", f"{self.name(process)} retired: {reason}")
+        self.tell(now, process.incarnation, "retired", f"{self.name(process)} retired: {reason}", cause)
 
-    def give_back(self, now: float, node: str, reason: str) -> None:
+    def give_back(self, now: float, node: str, reason: str, cause: int) -> None:
         """The job needs the node no more: what runs there is retired; the node is released once it has ended."""
         for process in self.active():
-            if process.node == node and process.incarnation not in self.roles.values():
-                self.retire(now, process, reason)
+            if process.node == node and process.incarnation not in self._roles.values():
+                self.retire(now, process, reason, cause)
         agent = self.agent_on(node)
         if agent is not None:
             agent.released = True
         self.set_node(now, node, use="released", reason=reason)
         self.leaving_nodes[node] = reason
-        self.tell(now, node, "released", f"{node} is given back: {reason}")
+        self.tell(now, node, "released", f"{node} is given back: {reason}", cause)
 
     def wake_at(self, moment_s: float) -> None:
         """Have `tick` called at this moment at the latest."""

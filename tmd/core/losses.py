@@ -113,11 +113,11 @@ def lose(job: Job, now: float, process: Process, reason: str, cause: int | None 
         job.lost_at_end[rank] = f"{name} was lost after the last step ({reason})"
         return
     if not job.fresh:
-        call_off(job, now, f"{name} is lost: {reason}", sign_s=_first_seen(process, now), cause=event)
-        note_loss(job, rank, process)
-    del job.roles[rank]
+        sign = f"{name} is lost: {reason}"
+        call_off(job, now, sign, sign_s=_first_seen(process, now), cause=event)
+        note_loss(job, rank, process, sign, event)
+    job.vacate(rank)
     job.attempt = None
-    job.stale = True
 
 
 def _first_seen(process: Process, now: float) -> float:

@@ -241,7 +241,7 @@ def _complete(job: Job, now: float) -> None:
     arrived = joiners(job)
     lost = {rank: process for rank, process in arrived.items() if not process.active}
     for rank, process in arrived.items():
-        job.roles[rank] = process.incarnation
+        job.give_role(rank, process)
         if process.active:
             job.set_process(now, process, state="member")
     job.evolve(now, epoch=plan.successor.epoch, table=plan.successor, plan=None, armed=False)
@@ -249,9 +249,10 @@ def _complete(job: Job, now: float) -> None:
     conclude(job, now, migration, plan, gone, f"rank {', '.join(map(str, gone))} moved")
 
     for rank, process in lost.items():
-        call_off(job, now, f"{job.name(process)} is lost: {process.record.reason}", sign_s=now)
-        note_loss(job, rank, process)
-        del job.roles[rank]
+        sign, event = f"{job.name(process)} is lost: {process.record.reason}", job.last_about(process.incarnation)
+        call_off(job, now, sign, sign_s=now, cause=event)
+        note_loss(job, rank, process, sign, event)
+        job.vacate(rank)
 
 
 def conclude(job: Job, now: float, migration: MigrationRecord, plan: Plan, gone: dict[int, Process], reason: str) -> None:
@@ -263,15 +264,16 @@ def conclude(job: Job, now: float, migration: MigrationRecord, plan: Plan, gone:
         window.counters |= {incarnation: {} for incarnation in window.joiners}
     origins = {job.processes[incarnation].report.record_origin for incarnation in migration.joiners.values()}
     job.set_migration(migration.migration_id, record_origin=", ".join(sorted(origins - {""})))
+    cause = job.last_about(migration.migration_id)
     for process in gone.values():
         if process.active:
-            job.retire(now, process, f"replaced by migration {migration.migration_id}")
+            job.retire(now, process, f"replaced by migration {migration.migration_id}", cause)
     for incarnation in migration.joiners.values():
         job.set_node(now, job.processes[incarnation].node, use="training")
     job.end_migration(now, migration.migration_id, "done", reason)
     for node in sorted({process.node for process in gone.values()}):
         if not job.ranks_on(node) and job.nodes[node].use == "training":
-            job.give_back(now, node, f"migration {migration.migration_id} is done")
+            job.give_back(now, node, f"migration {migration.migration_id} is done", job.last_about(migration.migration_id))
 
 
 # -------------------------------------------------------------------- calling it off
@@ -346,17 +348,17 @@ def settle(job: Job, now: float, target_step: int, cause: int) -> None:
     arrived: dict[int, Process] = {}
     for (rank, leaver), joiner in zip(leavers(job).items(), joiners(job).values(), strict=True):
         if leaver.active and leaver.can_reach(target_step):
-            job.roles[rank] = leaver.incarnation
+            job.give_role(rank, leaver)
             job.set_process(now, leaver, state="member")
             step_back(job, now, joiner)
         elif joiner.active and (joiner.can_reach(target_step) or not joiner.touched):
-            job.roles[rank] = joiner.incarnation
+            job.give_role(rank, joiner)
             if joiner.touched:
                 arrived[rank] = leaver
             else:
                 _replace_leaver(job, now, rank, leaver)
         else:
-            job.roles.pop(rank, None)
+            job.vacate(rank)
             _replace_leaver(job, now, rank, leaver)
             step_back(job, now, joiner)
     job.flight = None

@@ -24,10 +24,13 @@ def call_off(job: Job, now: float, sign: str, *, sign_s: float, cause: int | Non
     job.evolve(now, state="recovering", poison_epoch=job.record.epoch_limit)
 
 
-def note_loss(job: Job, rank: int, process: Process) -> None:
-    """A role has lost its holder in the recovery in progress."""
+def note_loss(job: Job, rank: int, process: Process, sign: str, cause: int) -> None:
+    """A role has lost its holder in the recovery in progress. The first loss explains the recovery better than the peers that
+    noticed it, who may have been faster."""
     recovery = job.recovery
     assert recovery is not None, "a loss outside a recovery"
+    if not recovery.lost:
+        recovery.sign, recovery.cause = sign, max(cause, recovery.cause)
     recovery.lost.setdefault(rank, process.incarnation)
     recovery.failed_nodes.add(process.node)
     job.attempt = None

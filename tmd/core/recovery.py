@@ -202,7 +202,7 @@ def _hope(job: Job, now: float) -> str:
 def _assign(job: Job, now: float, rank: int, process: Process, recovery: Recovery) -> None:
     migration = _migration(job)
     assert migration is not None, "a vacant role belongs to a migration"
-    job.roles[rank] = process.incarnation
+    job.give_role(rank, process)
     job.set_process(now, process, state="joiner", rank=rank)
     job.set_migration(migration.migration_id, state="preparing")
     job.tell(

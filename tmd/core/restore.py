@@ -69,12 +69,13 @@ def _restore_roles(job: Job) -> None:
         if record.state == "joiner" and record.rank in planned and planned[record.rank].incarnation == process.incarnation:
             continue
         if record.state in ("starting", "member", "leaver", "joiner"):
-            job.roles[record.rank] = process.incarnation
+            job.give_role(record.rank, process)
         elif record.state == "exited":
             job.left.add(record.rank)
-            job.roles.setdefault(record.rank, process.incarnation)
+            if record.rank not in job.roles:
+                job.give_role(record.rank, process)
         elif record.state == "lost" and job.record.state == "finishing" and record.rank not in job.roles:
-            job.roles[record.rank] = process.incarnation
+            job.give_role(record.rank, process)
             job.lost_at_end[record.rank] = f"rank {record.rank} on {process.node} was lost after the last step ({record.reason})"
 
 

@@ -80,10 +80,11 @@ def keep_warm(job: Job, now: float) -> None:
     if job.record.state == "finishing" or (job.fresh and job.vacant()):
         return
     pool = bool(ready(job, now) or warming(job, now))
-    for agent in list(job.agents.values()):
+    training = {process.record.agent_id for process in job.holders().values()}
+    for agent in job.agents.values():
+        occupied = agent.agent_id in training
         if not _can_start(job, agent):
             continue
-        occupied = any(process.record.agent_id == agent.agent_id for process in job.holders().values())
         if occupied and (pool or job.fresh or job.settings.observe_only):
             continue
         for slot in job.free_slots(agent):

@@ -28,6 +28,8 @@ class CommitLog:
     def __init__(self) -> None:
         self._steps: dict[int, Commit] = {}
         self.next_step = 0
+        #: The normal step as of `next_step`.
+        self._normal: tuple[int, float | None] = (-1, None)
 
     def take(self, process: Process) -> bool:
         """Adds what is new in a process's report. True if the job has made progress."""
@@ -64,11 +66,15 @@ class CommitLog:
         """The first known commit of this step or a later one (reports hold the last 64 only, so there may be gaps)."""
         return min((commit for commit in self._steps.values() if commit.step >= step), default=None, key=lambda c: c.step)
 
-    def normal_step_s(self, *, until: int | None = None, since: int | None = None) -> float | None:
-        """Median duration of the last steps (before step `until`, from step `since`), None if there are too few."""
-        steps = sorted(step for step in self._steps if (until is None or step < until) and (since is None or step >= since))[
-            -MEDIAN_OF - 1 :
-        ]
+    def normal_step_s(self) -> float | None:
+        """Median duration of the last steps, None if there are too few."""
+        if self._normal[0] != self.next_step:
+            self._normal = (self.next_step, self.normal_step_since(0))
+        return self._normal[1]
+
+    def normal_step_since(self, first: int) -> float | None:
+        """Median duration of the last steps from step `first` on, None if there are too few."""
+        steps = sorted(step for step in self._steps if step >= first)[-MEDIAN_OF - 1 :]
         durations = [
             (self._steps[b].time_s - self._steps[a].time_s) / (b - a)
             for a, b in itertools.pairwise(steps)
@@ -165,7 +171,7 @@ def complete(
     _mark_from_reports(window, holders)
     normal = window.normal_step_s
     if normal is None:
-        normal = commits.normal_step_s(since=after.step)
+        normal = commits.normal_step_since(after.step)
     changes: dict[str, Any] = {
         "phases_s": phases(window, after.time_s),
         "normal_step_s": normal,
