@@ -18,6 +18,7 @@ from typing import Any
 from tests.session.zygote import Zygote
 from tmd.core.daemon import DaemonCore
 from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, ReleaseNode, WelcomeAgent
+from tmd.core.records import MigrationRecord
 from tmd.core.settings import CoreSettings
 from tmd.protocol.agent import (
     AgentDirective,
@@ -97,6 +98,8 @@ class Node:
     directive: AgentDirective | None = None
     version: int = 0
     dirty: bool = False
+    #: Its agent may leave.
+    over: JobOver | None = None
 
 
 class Cluster:
@@ -119,7 +122,6 @@ class Cluster:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.nodes = {f"n{i}": Node(f"n{i}", i) for i in range(nodes + standbys)}
         self.store = Store()
-        self.over: JobOver | None = None
         self.refused: list[str] = []
         self.released: list[str] = []
         self.sentences: list[str] = []
@@ -180,6 +182,18 @@ class Cluster:
 
     def processes(self) -> list[RankProcess]:
         return list(self._started)
+
+    @property
+    def over(self) -> JobOver | None:
+        """The end of the job, once every agent has been told to leave."""
+        if any(node.over is None for node in self.nodes.values()):
+            return None
+        record = self._core.job(JOB).record
+        return JobOver(exit_code=record.exit_code or 0, reason=record.reason)
+
+    def migration(self, migration_id: str) -> MigrationRecord:
+        """A migration as the daemon sees it now."""
+        return next(view.record for view in self._core.migrations() if view.record.migration_id == migration_id)
 
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Plays daemon and agents until `condition`. Raises AssertionError with everyone's logs when the time is up."""
@@ -305,8 +319,7 @@ class Cluster:
 
     def _direct(self, node: Node, directive: AgentDirective) -> None:
         node.directive = directive
-        if directive.job_over is not None:
-            self.over = directive.job_over
+        node.over = directive.job_over
         wanted = {spec.incarnation for spec in directive.processes}
         for spec in directive.processes:
             if spec.incarnation not in node.processes:

@@ -14,6 +14,7 @@ from tests.session.rig import Rig, yes
 from tmd_worker import live, runtime
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.step import Step, StepMisused
+from tmd_worker.warmup import LEAST_STEPS
 
 TOTAL = 5
 BROKEN_STEP = 2
@@ -110,7 +111,7 @@ def test_shadow_steps_leave_no_trace() -> None:
         job.step(step)
         assert job.rig.fabric.sandbox
         assert not step.committed
-    assert len(job.seen) == live.SHADOW_STEPS
+    assert len(job.seen) == LEAST_STEPS
     assert job.rig.tracked.digest() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
     assert job.rig.tracked.loaders["data"].state() == first
@@ -128,7 +129,7 @@ def test_a_link_that_breaks_before_the_vote_discards_the_step_and_it_runs_again_
 
     job.at[moment] = lose_a_rank
     assert job.run().outcome() == undisturbed
-    assert [step.index for step in job.seen[live.SHADOW_STEPS :]] == [0, 1, 2, 2, 3, 4]
+    assert [step.index for step in job.seen[LEAST_STEPS :]] == [0, 1, 2, 2, 3, 4]
     assert job.rig.core.counters["steps_redone"] == 1
 
 
@@ -142,7 +143,7 @@ def test_a_link_that_breaks_after_the_vote_takes_nothing_back(moment: str, undis
 
     job.at[moment] = lose_a_rank
     assert job.run().outcome() == undisturbed
-    assert [step.index for step in job.seen[live.SHADOW_STEPS :]] == list(range(TOTAL))
+    assert [step.index for step in job.seen[LEAST_STEPS :]] == list(range(TOTAL))
 
 
 @pytest.mark.parametrize("target_step", [BROKEN_STEP, BROKEN_STEP + 1])

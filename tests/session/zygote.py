@@ -1,7 +1,7 @@
 """A process that has imported everything once and forks rank processes, which then start in milliseconds.
 
 Parent's end: `Zygote`. Protocol on a SEQPACKET pair: a JSON request with two descriptors (control socket, log file) is answered
-with {"started": pid}; every child's end is told as {"ended": pid, "code": code}. All children die with the zygote.
+with {"started": pid}; it says {"ready": its pid} once; every child's end is told as {"ended": pid, "code": code}. All children die with the zygote.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +39,8 @@ class Zygote:
         self._process = subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=(theirs.fileno(),))
         theirs.close()
         self._codes: dict[int, int] = {}
+        while "ready" not in self._receive():
+            pass
 
     def __enter__(self) -> Zygote:
         return self
@@ -169,6 +170,7 @@ def _become(request: dict[str, object], zygote: int, control_fd: int, log_fd: in
 
 
 if __name__ == "__main__":
-    begun_s = time.monotonic()
+    parent = socket.socket(fileno=int(sys.argv[1]))
     _warm_imports()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    parent.send(json.dumps({"ready": os.getpid()}).encode())
+    _serve(parent)

@@ -20,9 +20,8 @@ from tmd_worker.step import Step, StepMisused, draw_from
 from tmd_worker.threads import end_process
 from tmd_worker.transport.fabric import Fabric
 from tmd_worker.voting import CommitVote
+from tmd_worker.warmup import Settling
 
-#: DDP rebuilds its buckets after the first backward; the second one runs on the rebuilt ones.
-SHADOW_STEPS = 2
 #: Exit code of a rank whose attempt cannot be taken back: it is replaced.
 EXIT_TORN = 72
 
@@ -47,15 +46,18 @@ class LiveLoop:
     # ---------------------------------------------------------------- the loop
 
     def warm_up(self, *, standby: bool) -> Iterator[Step]:
-        """Two shadow steps in sandbox; afterwards everything tracked is as it was after the build."""
+        """Shadow steps in sandbox; afterwards everything tracked is as it was after the build."""
         core = self._runtime.core
         self._runtime.tell(core.warm_up_begins)
         self._fabric.sandbox = True
         before = self._tracked.snapshot_all()
-        for index in range(SHADOW_STEPS):
-            step = Step(self, index, shadow=True)
-            yield step
-            step.require_body()
+        done = 0
+        with Settling() as settling:
+            while settling.wants_more(done):
+                step = Step(self, done, shadow=True)
+                yield step
+                step.require_body()
+                done += 1
         self._tracked.restore_all(before, keep_allocated=standby)
         self._fabric.sandbox = standby
         self._runtime.tell(core.warm_up_ended)

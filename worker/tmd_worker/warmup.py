@@ -1,0 +1,47 @@
+"""How many shadow steps are enough: until every DistributedDataParallel that runs has settled on its buckets.
+
+DDP rebuilds its buckets, with a collective, in the forward after the first complete backward; with static_graph one step
+later. A joiner that still had that before it would call a collective that nobody else calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+#: The second one runs on what the first one has set up (optimizer state, buckets, compiled code).
+LEAST_STEPS = 2
+#: A module that runs without gradients never settles.
+MOST_STEPS = 5
+
+
+class Settling:
+    """Use as a context manager around the shadow steps."""
+
+    def __init__(self) -> None:
+        self._seen: set[DistributedDataParallel] = set()
+
+    def __enter__(self) -> Settling:
+        self._hook = register_module_forward_pre_hook(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def wants_more(self, done: int) -> bool:
+        """True if another shadow step is needed after `done` of them."""
+        if done < LEAST_STEPS:
+            return True
+        return done < MOST_STEPS and not all(_has_settled(module) for module in self._seen)
+
+    def _note(self, module: torch.nn.Module, _inputs: Any) -> None:
+        if isinstance(module, DistributedDataParallel):
+            self._seen.add(module)
+
+
+def _has_settled(module: DistributedDataParallel) -> bool:
+    never_rebuilds = module.find_unused_parameters and not module.static_graph
+    return never_rebuilds or module._has_rebuilt_buckets
