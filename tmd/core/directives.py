@@ -94,7 +94,7 @@ def _for_process(job: Job, process: Process, sequence: Sequence) -> Directive:
     """The process's whole directive; the very one sent last if nothing in it has changed."""
     record = job.record
     plays = process.record.state in ("starting", "member", "leaver", "joiner")
-    plan = record.plan if record.plan is not None and _offers_plan(job) and plays else None
+    plan = record.plan if plays and _offers_plan(job, process) else None
     directive = Directive(
         job_id=record.job_id,
         incarnation=process.incarnation,
@@ -118,8 +118,11 @@ def _for_process(job: Job, process: Process, sequence: Sequence) -> Directive:
     return process.directive
 
 
-def _offers_plan(job: Job) -> bool:
-    return not job.called_off and (job.flight is None or not job.flight.withdrawn)
+def _offers_plan(job: Job, process: Process) -> bool:
+    """A plan that is being called off is kept from the leavers alone, until one of them has given its word: should it flip all
+    the same, everybody else is ready for it."""
+    withdrawn = job.flight is not None and job.flight.withdrawn
+    return not job.called_off and not (withdrawn and process.record.state == "leaver")
 
 
 def _rehearse_from(job: Job) -> Member | None:

@@ -288,6 +288,7 @@ def withdraw(job: Job, now: float, reason: str, *, retry: bool = False) -> str:
         return f"being called off: {flight.withdrawn}"
     flight.withdrawn, flight.retry = reason, retry
     job.stale = True
+    job.set_migration(migration.migration_id, reason=reason)
     job.tell(now, migration.migration_id, "withdrawn", f"called off: {reason}")
     return _conclude_withdrawal(job, now, flight)
 
@@ -323,7 +324,7 @@ def _try_another(job: Job, now: float, migration: MigrationRecord) -> None:
     job.failed_joiners.setdefault(migration.migration_id, set()).update(migration.joiners.values())
     job.selecting_since_s[migration.migration_id] = now
     job.set_migration(
-        migration.migration_id, state="selecting", joiners={}, to_nodes=(), plan_id=0, attempt=migration.attempt + 1
+        migration.migration_id, state="selecting", joiners={}, to_nodes=(), plan_id=0, reason="", attempt=migration.attempt + 1
     )
     job.tell(now, migration.migration_id, "retry", f"attempt {migration.attempt + 1}: another standby is looked for")
 

@@ -39,8 +39,9 @@ def begin(job: Job, now: float) -> None:
         agent.gone_s = now
     for process in job.processes.values():
         process.heard_s = now
-    if job.record.plan is not None:
-        job.flight = Flight(now)
+    flying = job.flying()
+    if flying is not None:
+        job.flight = Flight(now, withdrawn=flying.reason)
     if job.record.state == "recovering":
         job.recovery = Recovery(since_s=now, sign="a recovery was under way when the daemon restarted", sign_s=now, cause=0)
         for migration in job.open_migrations():
