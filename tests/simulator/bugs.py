@@ -16,7 +16,7 @@ from tmd.core.records import LedgerSnapshot
 from tmd.core.settings import CoreSettings
 from tmd.protocol.agent import ProcessSpec
 from tmd.protocol.membership import Plan
-from tmd.protocol.rank import Directive, RankStatus
+from tmd.protocol.rank import Directive
 from tmd_worker.core import instructions as do
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.core.rank import Boundary, RankCore, Verdict
@@ -97,10 +97,10 @@ class ReportsInsideTheVote(RankCore):
 
 
 class StaleEpochAccepted(RankCore):
-    """Links and state of an installation that was called off count for the one that followed."""
+    """The end of a link of an epoch that is over counts for the epoch that runs."""
 
-    def _part_installed(self, epoch: int, *, links: bool) -> list[do.Instruction]:
-        return super()._part_installed(self._install_epoch, links=links)
+    def link_broken(self, epoch: int, peer: int, *, orderly: bool, reason: str) -> list[do.Instruction]:
+        return super().link_broken(max(epoch, self.live_epoch), peer, orderly=orderly, reason=reason)
 
 
 class GoBeforeLinked(RankCore):
@@ -173,34 +173,7 @@ class RetiresBeforeFirstYes(RankCore):
         self.committed_epoch = plan.successor.epoch
 
 
-class ResolvesAgain(RankCore):
-    """A resolution is followed each time it is heard."""
-
-    def _consider_resolution(self, order: Directive) -> None:
-        self.resolved_epoch = -1
-        super()._consider_resolution(order)
-
-
-class TrustsHalfLoadedState(RankCore):
-    """A joiner that loads again says that it has the state it loaded before."""
-
-    def status(self) -> RankStatus:
-        status = super().status()
-        self._had_state = getattr(self, "_had_state", False) or self.has_state
-        return msgspec.structs.replace(status, has_state=self._had_state)
-
-
 # -------------------------------------------------------------------- bugs of the daemon's core
-
-
-class ForgetsTheResolution(DaemonCore):
-    """A restarted daemon decides the open step again."""
-
-    def __init__(self, settings: CoreSettings, *, generation: int, snapshot: LedgerSnapshot | None = None) -> None:
-        if snapshot is not None:
-            jobs = tuple(msgspec.structs.replace(job, resolution=None) for job in snapshot.jobs)
-            snapshot = msgspec.structs.replace(snapshot, jobs=jobs)
-        super().__init__(settings, generation=generation, snapshot=snapshot)
 
 
 class ForgetsThePlan(DaemonCore):
@@ -229,11 +202,8 @@ RANK_BUGS: dict[str, type[RankCore]] = {
     "abort_ignored": AbortIgnored,
     "flip_though_poisoned": FlipThoughPoisoned,
     "retires_before_first_yes": RetiresBeforeFirstYes,
-    "resolves_again": ResolvesAgain,
-    "trusts_half_loaded_state": TrustsHalfLoadedState,
 }
 DAEMON_BUGS: dict[str, type[DaemonCore]] = {
-    "forgets_the_resolution": ForgetsTheResolution,
     "forgets_the_plan": ForgetsThePlan,
 }
 
@@ -267,6 +237,8 @@ ORDER_BUGS: dict[str, Callable[[Cores, list[Instruction]], list[Instruction]]] =
 MODULE_BUGS: dict[str, tuple[Any, str, Any]] = {
     # The smallest next step instead of the largest: what one rank has applied, others discard.
     "resolves_to_the_least": (recovery, "max", min),
+    # A resolution does not wait until everybody has reported.
+    "resolves_too_early": (recovery, "_wait_for_reports", lambda job, now: None),
 }
 #: A rank votes without waiting for the record of its ward.
 SHELL_BUGS = ("votes_without_record",)

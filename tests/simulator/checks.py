@@ -173,6 +173,8 @@ class Checks:
         """The first rank that gives up an epoch in which steps were committed must have a cause among its members."""
         core = rank.core
         self.world.note(rank.name, f"is poisoned up to epoch {epoch}: {reason}")
+        if core.phase == "frozen":
+            return  # a leaver: the epoch that was called off is its successor's
         if core.live_epoch not in self._committed_epochs or core.live_epoch > epoch or core.live_epoch in self._poisoned_epochs:
             return
         self._poisoned_epochs.add(core.live_epoch)
@@ -198,6 +200,11 @@ class Checks:
             )
 
     def switched(self, rank: SimRank, plan: Plan) -> None:
+        if rank.staging is None or rank.staging.missing:
+            self.fail("4 before the flip", f"{rank.name} flips to plan {plan.plan_id}, whose links are not staged")
+        job = self._job()
+        if job is not None and job.plan == plan and not job.armed:
+            self.fail("4 before the flip", f"{rank.name} flips to plan {plan.plan_id}, whose leavers are not armed")
         migration = self.world.ledger.migrations[plan.migration_id]
         if rank.touched_s < 0 and migration.state in ("aborted", "failed"):
             self.fail("4 before the flip", f"{rank.name} flips to plan {plan.plan_id}, whose migration is {migration.state}")
@@ -295,6 +302,10 @@ class Checks:
     def directed(self, node: str, directive: AgentDirective) -> None:
         """Nothing reaches a rank that is not in the ledger."""
         job = self._job()
+        for spec in directive.processes:
+            record = self.world.ledger.ranks.get((self.world.job_id, spec.incarnation))
+            if record is not None and record.state in ("lost", "refused"):
+                self.fail("3 one incarnation", f"{spec.incarnation} is {record.state} and is still to run")
         for order in directive.ranks:
             if job is None:
                 self.fail("ledger first", "a rank is directed before its job is in the ledger")

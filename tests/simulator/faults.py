@@ -72,7 +72,7 @@ class Faults(Actor):
     """Draws the faults of a seed and carries them out. An actor of its own: nothing stops it."""
 
     #: A fault whose point does not come is carried out anyway after this long.
-    patience_s = 0.1
+    patience_s = 0.2
 
     def __init__(self, world: World) -> None:
         super().__init__(Machine("fate"), "fate")
@@ -88,7 +88,7 @@ class Faults(Actor):
         kind = choose.choices([kind for _, kind in KINDS], [weight for weight, _ in KINDS])[0]
         point = choose.choice(POINTS) if choose.random() < 0.6 else ""
         delay_s = 0.0 if point and choose.random() < 0.6 else choose.random() * 0.08
-        step = choose.randint(0, self.world.total_steps - 6)
+        step = choose.randint(0, self.world.total_steps - 8)
         return Fault(kind, step, point, choose.choice((0, 0, 0, 1, 2, 5)), delay_s)
 
     # ---------------------------------------------------------------- when
@@ -154,8 +154,11 @@ class Faults(Actor):
 
     def _kill_two(self, involved: SimRank | None) -> bool:
         """One, and a second one while the job recovers from the first."""
-        self.world.after(0.005 + 0.06 * self.world.random.random(), self, self._kill_rank, None)
+        self.world.after(0.005 + 0.06 * self.world.random.random(), self, self._kill_another)
         return self._kill_rank(involved)
+
+    def _kill_another(self) -> None:
+        self._kill_rank(None)
 
     def _kill_standby(self, _: SimRank | None) -> bool:
         members = self._members()

@@ -140,8 +140,7 @@ class SimRank(Actor):
     def switch_links(self, instruction: do.SwitchLinks) -> None:
         plan, epoch = instruction.plan, instruction.epoch
         self.world.checks.switched(self, plan)
-        assert self.staging is not None
-        staged = self.staging.ends
+        staged = self.staging.ends if self.staging is not None else {}
         self.live = {route: staged.get(route, end) for route, end in self.live.items()}
         for end in self.ends:
             if end.use == "live":
@@ -152,7 +151,7 @@ class SimRank(Actor):
         for end in staged.values():
             end.use = "live"
             if end.broken:
-                self.world.after(0.0, self, self.link_ended_late, end)
+                self.link_ended(end, orderly=False)
         self.world.faults.point("switch", self)
 
     def retire_links(self, instruction: do.RetireLinks) -> None:
@@ -193,17 +192,18 @@ class SimRank(Actor):
             self.main.frame_arrived(end)
 
     def link_ended(self, end: End, *, orderly: bool) -> None:
-        if end.use == "live":
-            self.perform(self.core.link_broken(end.epoch, end.peer, orderly=orderly, reason=f"link to rank {end.peer} closed"))
-        elif end.use == "opening":
-            self.perform(
-                self.core.link_broken(end.epoch, end.peer, orderly=orderly, reason=f"new link to rank {end.peer} closed")
-            )
-        elif end.use == "staged" and self.staging is not None:
-            self.perform(self.core.stage_failed(self.staged_plan.plan_id, f"staged link to rank {end.peer} closed"))
+        """Seen by the thread that watches the link: by the time the core is told, the epoch may be over or have flipped."""
+        if end.use == "staged":
+            self.world.after(self.world.hop(), self, self._staged_link_ended, end, self.staged_plan.plan_id)
+        elif end.use != "retiring":
+            self.world.after(self.world.hop(), self, self._report_broken, end.epoch, end.peer, orderly)
 
-    def link_ended_late(self, end: End) -> None:
-        self.link_ended(end, orderly=False)
+    def _report_broken(self, epoch: int, peer: int, orderly: bool) -> None:
+        self.perform(self.core.link_broken(epoch, peer, orderly=orderly, reason=f"link to rank {peer} closed"))
+
+    def _staged_link_ended(self, end: End, plan_id: int) -> None:
+        if end.use == "staged":
+            self.perform(self.core.stage_failed(plan_id, f"staged link to rank {end.peer} closed"))
 
     def opening_done(self, opening: Opening) -> None:
         if opening.over:

@@ -24,7 +24,7 @@ PACES = {
     "channel": (0.0005, 0.006),
     "pipe": (0.0001, 0.001),
     "hop": (0.0, 0.0015),
-    "slow_hop": (0.005, 0.06),
+    "slow_hop": (0.005, 0.12),
     "link": (0.0002, 0.003),
     "start": (0.005, 0.02),
     "build": (0.01, 0.06),
@@ -68,7 +68,7 @@ class World(Engine):
         self.nnodes = choose.choice((2, 3, 3, 4))
         self.nproc_per_node = choose.choice((1, 1, 1, 2))
         self.standby_nodes = choose.choice((1, 2, 2, 3))
-        self.total_steps = choose.randint(12, 18)
+        self.total_steps = choose.randint(15, 22)
         self.channel_loss = choose.choice((0.0, 0.02, 0.1))
         self.channel_repeats = choose.choice((0.0, 0.05))
         self.pipe_loss = choose.choice((0.0, 0.02))
