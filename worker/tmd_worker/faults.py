@@ -1,11 +1,11 @@
 """Deterministic faults for tests: named points in the code at which a process dies, stops, loses a link or raises.
 
 Armed by two environment variables, otherwise every point is an empty function:
-- TMD_FAULTS: a JSON list of {"incarnation" or "rank", "step", "point", "action", "count"}. What is left out matches
+- TMD_FAULTS: a JSON list of {"incarnation" or "rank", "step", "point", "action", "count", "when"}. What is left out matches
   everything; `action` is one of kill, stop, close_link, exit, raise; the fault fires when its point is passed for the
   `count`-th time (default 1).
 - TMD_FAULTS_DIR: a directory in which a fault that has fired leaves a marker, so that each fires once per job and a
-  replacement does not die again.
+  replacement does not die again. A fault with `when` sleeps until a file of that name is there.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rank: int | None = None
     step: int | None = None
     count: int = 1
+    when: str | None = None
     #: How often the point was passed so far.
     passed: int = 0
 
@@ -76,6 +77,7 @@ def _matches(fault: Fault, name: str) -> bool:
         and fault.incarnation in (None, incarnation)
         and fault.rank in (None, rank)
         and fault.step in (None, step)
+        and (fault.when is None or os.path.exists(os.path.join(os.environ["TMD_FAULTS_DIR"], fault.when)))
     )
 
 

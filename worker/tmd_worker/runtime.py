@@ -244,3 +244,4 @@ class Runtime:
         os.environ["RANK"] = str(rank)
         faults.rank = rank
         self._fabric.set_role(rank, self.welcome.world_size, self.welcome.nproc_per_node)
+        faults.point("role.taken")

@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from tmd_worker import faults
 from tmd_worker.state.errors import StateError, StateMismatch, TransferBroken
 from tmd_worker.state.manifest import Manifest, TensorEntry
 from tmd_worker.state.stream import DIGEST_BYTES, Stream
@@ -59,6 +60,7 @@ def receive_state(sock: socket.socket, tracked: Tracked, deadline_s: float, *, p
             raise
         _answer(stream)
         plan.begin()
+        faults.point("state.copying")
         digests = stream.receive_entries(_names(manifest.entries), plan.destinations)
         try:
             _compare(manifest.entries, digests, stream.receive_frame("the digests"))

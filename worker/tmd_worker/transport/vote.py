@@ -40,6 +40,7 @@ def _vote(table: LinkTable, ballot: Ballot) -> VoteOutcome:
     children = [table.links[child] for child in tree_children(table.rank, table.size)]
     parent_rank = tree_parent(table.rank)
     sent = False
+    raises_flag = ballot.ready_leavers > 0
     try:
         faults.point("vote.begin")
         for child in children:
@@ -49,6 +50,8 @@ def _vote(table: LinkTable, ballot: Ballot) -> VoteOutcome:
             sent = True
             parent.send(Kind.BALLOT, epoch, ballot.pack())
             faults.point("vote.after_up")
+            if raises_flag:
+                faults.point("flag.raised")
             ballot = Ballot.unpack(parent.receive_small(Kind.RESULT, epoch, BALLOT_BYTES))
     except LinkEnded as ended:
         return VoteOutcome(None, sent, ended)
