@@ -33,8 +33,8 @@ def _judge_exit(job: Job, now: float, process: Process) -> None:
         return  # the user's bug: `user_failure` ends the job
     elif code == 0:
         _left(job, now, process)
-    elif report.phase == "finished" and code is None:
-        return  # on its way out, in good order as far as is known
+    elif code is None and (report.phase == "finished" or job.fresh):
+        return  # nobody waits for it, and how it ended says whether it is a loss
     elif code is not None and code > 0 and _is_to_blame(process):
         _blame(job, now, process, code)
     else:

@@ -208,7 +208,7 @@ def _note_flip(job: Job, now: float, flight: Flight) -> None:
     assert migration is not None
     flight.flipped_s = now
     job.set_migration(migration.migration_id, state="copying")
-    text = "flipped: the leavers are frozen and hand their state over"
+    text = "the leavers are frozen and hand their state over"
     if flight.withdrawn:
         text += f" (too late to call it off: {flight.withdrawn})"
     job.tell(now, migration.migration_id, "flipped", text)
