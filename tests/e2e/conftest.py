@@ -1,0 +1,46 @@
+"""One cluster for the whole session, one undisturbed run to compare with, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster import MARK, ROOT, Cluster, Job, kill_marked
+
+#: More steps than any job that is compared with the reference may take.
+REFERENCE_STEPS = 1500
+REFERENCE_TIMEOUT_S = 300.0
+#: Four train, the others stand by.
+NODES = 8
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clean_machine() -> Iterator[None]:
+    """Processes find the packages as if these were installed; whatever outlives the tests is killed and counts as a failure."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'worker'}")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv(MARK, secrets.token_hex(8))
+        try:
+            yield
+        finally:
+            left = kill_marked()
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("e2e"), nodes=NODES) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def reference(cluster: Cluster) -> Job:
+    """An undisturbed run."""
+    job = cluster.start_job(steps=REFERENCE_STEPS, pace_ms=0)
+    job.wait_state("done", within_s=REFERENCE_TIMEOUT_S)
+    job.wait_gone()
+    return job
