@@ -16,6 +16,7 @@ from tmd.protocol.rank import RankStatus
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.core.instructions import (
     CloseLinks,
+    DropStaged,
     Exit,
     FetchFromLeaver,
     FetchFromSurvivors,
@@ -97,6 +98,8 @@ class Rank:
                     self.carry_out(self.core.staged(plan.plan_id, 1))
                 case FetchFromLeaver() | FetchFromSurvivors():
                     self.fetches = [instruction]
+                case DropStaged():
+                    self.fetches.clear()
                 case Exit(code, _):
                     self.die(code)
 
@@ -127,7 +130,8 @@ class Rank:
         may_build = core.live_epoch >= 0 if self.initial else self.cluster.order(core.incarnation).rehearse_from is not None
         if not may_build or "build" in self.cluster.held:
             return
-        self.carry_out(core.build_begins())
+        if core.phase == "starting":
+            self.carry_out(core.build_begins())
         if "warm" in self.cluster.held:
             return
         self.carry_out(core.warm_up_begins())
@@ -137,11 +141,8 @@ class Rank:
     def _fetch(self, fetch: FetchFromLeaver | FetchFromSurvivors) -> None:
         if "state" in self.cluster.held:
             return
-        if isinstance(fetch, FetchFromLeaver):
-            loaded = self._from_leaver(fetch.plan)
-        else:
-            loaded = self._from_survivors(fetch.install)
-        if loaded:
+        loaded = self._from_leaver(fetch.plan) if isinstance(fetch, FetchFromLeaver) else self._from_survivors(fetch.install)
+        if loaded and fetch in self.fetches:
             self.fetches.remove(fetch)
 
     def _from_leaver(self, plan: Plan) -> bool:
@@ -237,6 +238,8 @@ class Cluster:
         self.agents: dict[str, Agent] = {}
         self.ranks: dict[str, Rank] = {}
         self.released: list[str] = []
+        #: Everything that the daemon asked for, event by event.
+        self.batches: list[list[Instruction]] = []
         #: What does not happen by itself for now: "links", "staging", "state", "build", "warm".
         self.held: set[str] = set()
         self.lives = 0
@@ -343,7 +346,7 @@ class Cluster:
             process.die(0)
         self.settle()
 
-    def pass_time(self, seconds: float, *, until: str = "") -> None:
+    def pass_time(self, seconds: float) -> None:
         """Heartbeats come, deadlines are kept."""
         end = self.now + seconds
         while self.now < end:
@@ -361,8 +364,9 @@ class Cluster:
 
     def reconnect(self, *nodes: str) -> None:
         for node in nodes or tuple(self.agents):
-            if not self.agents[node].refused and not self.agents[node].job_over:
-                self.say_hello(self.agents[node])
+            agent = self.agents[node]
+            if not agent.refused and not agent.job_over and not agent.stopped:
+                self.say_hello(agent)
 
     # ---------------------------------------------------------------- what a test looks at
 
@@ -402,6 +406,7 @@ class Cluster:
         self.settle()
 
     def _carry_out(self, out: list[Instruction]) -> None:
+        self.batches.append(out)
         agents = {agent.agent_id: agent for agent in self.agents.values()}
         for instruction in out:
             match instruction:
@@ -421,13 +426,19 @@ class Cluster:
         self.daemon.validate()
 
     def settle(self) -> None:
-        """Until nobody has anything new to say."""
+        """Until nobody moves and nobody has anything new to say."""
         for _ in range(200):
+            before = self._places()
             for rank in list(self.ranks.values()):
                 rank.look()
-            if not any([self._speak(agent) for agent in list(self.agents.values())]):
+            moved = self._places() != before
+            spoke = [agent.node for agent in list(self.agents.values()) if self._speak(agent)]
+            if not spoke and not moved:
                 return
         raise AssertionError(f"daemon and ranks never come to rest: {self.sentence()}")
+
+    def _places(self) -> list[tuple[str, str, int]]:
+        return [(rank.state, rank.at, len(rank.fetches)) for rank in self.ranks.values()]
 
     def _speak(self, agent: Agent, *, always: bool = False) -> bool:
         if not agent.connected or agent.stopped:
@@ -450,5 +461,3 @@ class Cluster:
             if other is not process and other.alive and not other.stopped and other.core.rank is not None:
                 reason = f"link to rank {process.core.rank} closed"
                 other.carry_out(other.core.link_broken(epoch, process.core.rank, orderly=orderly, reason=reason))
-
-

@@ -198,6 +198,8 @@ def silent_rank(job: Job, now: float) -> Process | None:
         agent = job.agents.get(process.record.agent_id)
         if process.report.phase not in ("running", "holding") or agent is None or not agent.connected:
             continue
+        if now - agent.heard_s >= settings.heartbeat_timeout_s / 2:
+            continue  # the agent is what is silent
         deadline = max(process.heard_s, job.progress_s) + patience_s
         if now >= deadline:
             return process

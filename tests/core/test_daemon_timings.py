@@ -1,0 +1,124 @@
+"""What a migration cost, on a clock that the test turns: six phases, downtime, lost time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.core.daemon_rig import STEP_S, Cluster
+from tmd.core.records import PHASES
+from tmd.core.timings import CommitLog, Window, phases
+
+
+def running(**settings: Any) -> Cluster:
+    cluster = Cluster(nnodes=3, standbys=1, **settings)
+    cluster.train(20)
+    cluster.pass_time(0.0)
+    for agent in cluster.agents.values():
+        cluster._speak(agent, always=True)
+    return cluster
+
+
+def after(cluster: Cluster, steps: int = 8) -> None:
+    """Further steps, and the heartbeats that tell of them."""
+    cluster.train(steps)
+    cluster.pass_time(0.5)
+
+
+def test_a_recovery_is_timed_phase_by_phase() -> None:
+    """From the kill: 0.02 s until it is seen, 0.3 s until the joiner is linked, 0.2 s until it has its state, a step."""
+    cluster = running()
+    cluster.held |= {"links", "state"}
+    process = cluster.member(1)
+    process.die()
+    cluster.now += 0.02
+    cluster.settle()
+    cluster.now += 0.3
+    cluster.held.remove("links")
+    for rank in cluster.ranks.values():
+        if rank.alive:
+            rank.carry_out(rank.core.links_ready(1, 4))
+    cluster.settle()
+    cluster.now += 0.2
+    cluster.held.clear()
+    cluster.settle()
+    after(cluster)
+    migration = cluster.migration()
+    assert migration.phases_s == pytest.approx(
+        {"detect": 0.02, "select": 0.0, "prepare": 0.0, "install": 0.3, "copy": 0.2, "first_step": STEP_S}
+    )
+    assert migration.downtime_s == pytest.approx(0.52)
+    assert migration.downtime_steps == pytest.approx(0.52 / STEP_S)
+    assert migration.lost_time_s == pytest.approx(0.52)
+    assert migration.normal_step_s == pytest.approx(STEP_S)
+    assert migration.steps_redone == 1
+
+
+def test_a_planned_move_is_timed_phase_by_phase() -> None:
+    """0.5 s until all is staged while training goes on, 0.3 s from the flip to the joiner's state."""
+    cluster = running()
+    cluster.held |= {"staging", "state"}
+    migration_id, out = cluster.daemon.request_migration(cluster.now, "j", rank=1, who="root")
+    cluster.do(out)
+    cluster.train(5)
+    cluster.held.remove("staging")
+    for rank in cluster.ranks.values():
+        if rank.alive:
+            rank.carry_out(rank.core.staged(1, 1))
+    cluster.settle()
+    cluster.train()
+    cluster.now += 0.3
+    cluster.held.clear()
+    cluster.settle()
+    after(cluster)
+    migration = cluster.ledger.migrations[migration_id]
+    assert migration.phases_s == pytest.approx(
+        {"detect": 0.0, "select": 0.0, "prepare": 0.0, "install": 0.5, "copy": 0.3, "first_step": STEP_S}
+    )
+    assert migration.downtime_s == pytest.approx(0.3)
+    assert migration.lost_time_s == pytest.approx(0.3)
+    assert (migration.steps_redone, migration.stayer_links_reopened) == (0, 0)
+
+
+def test_lost_time_counts_slow_steps_before_the_switchover_too() -> None:
+    """Preparation that slows training is not free, though it is no downtime."""
+    cluster = running()
+    cluster.held.add("staging")
+    migration_id, out = cluster.daemon.request_migration(cluster.now, "j", rank=1, who="root")
+    cluster.do(out)
+    for _ in range(4):
+        cluster.now += STEP_S / 2
+        cluster.train()
+    cluster.held.clear()
+    for rank in cluster.ranks.values():
+        if rank.alive:
+            rank.carry_out(rank.core.staged(1, 1))
+    cluster.settle()
+    after(cluster)
+    migration = cluster.ledger.migrations[migration_id]
+    assert migration.downtime_s == pytest.approx(0.0)
+    assert migration.lost_time_s == pytest.approx(4 * STEP_S / 2)
+
+
+def test_a_queued_request_waits_in_the_phase_detect() -> None:
+    cluster = running()
+    cluster.do(cluster.daemon.set_paused(cluster.now, True, "root"))
+    migration_id, out = cluster.daemon.request_migration(cluster.now, "j", rank=1, who="root")
+    cluster.do(out)
+    cluster.train(3)
+    cluster.do(cluster.daemon.set_paused(cluster.now, False, "root"))
+    after(cluster)
+    assert cluster.ledger.migrations[migration_id].phases_s["detect"] == pytest.approx(3 * STEP_S)
+
+
+def test_phases_never_run_backwards_whatever_the_stamps_say() -> None:
+    window = Window(kind="unplanned", started_s=10.0, first=None, normal_step_s=None, counters={})
+    window.marks = {"detect": 11.0, "select": 10.5, "install": 12.0, "copy": 11.0}
+    durations = phases(window, first_step_s=12.5)
+    assert list(durations) == list(PHASES)
+    assert durations == {"detect": 1.0, "select": 0.0, "prepare": 0.0, "install": 1.0, "copy": 0.0, "first_step": 0.5}
+
+
+def test_a_normal_step_needs_a_few_samples() -> None:
+    assert CommitLog().normal_step_s() is None
