@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -62,6 +64,8 @@ def main(session: Session) -> None:
     tracked = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": Batches()}
     session.track(**{name: part for name, part in tracked.items() if name != args.forget})
     torch.manual_seed(1000 + session.rank)
+    np.random.seed(session.rank)
+    random.seed(session.rank)
     for step in session.steps(args.steps):
         began_s = time.monotonic()
         with step:
