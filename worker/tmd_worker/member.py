@@ -6,7 +6,9 @@ traceback (exit code 1, the job ends); what fails only because an epoch is over 
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import gc
 import os
 import socket
 import sys
@@ -175,6 +177,7 @@ class MemberEngine:
             self._end_failed("main returned before its last step: let the loop over session.steps run to its end\n")
             sys.exit(1)
         self._control.flush(FAREWELL_S)
+        atexit.register(gc.freeze)  # else the interpreter's last collections walk all of torch: a second of CPU in every rank
         return result
 
     def _end_failed(self, error: str) -> None:
