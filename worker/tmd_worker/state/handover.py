@@ -35,6 +35,7 @@ def describe(tracked: Tracked, records: Keeper, *, step: int, epoch: int) -> tup
         },
         "schedulers": {name: tree.encode(part.state_dict(), name) for name, part in tracked.schedulers.items()},
         "scalers": {name: tree.encode(part.state_dict(), name) for name, part in tracked.scalers.items()},
+        "gradients": tracked.gradients.presence(),
     }
     record, tail = records.before(step)
     manifest = Manifest(
@@ -80,7 +81,7 @@ class LoadPlan:
             scheduler.load_state_dict(structure.schedulers[name])
         for name, scaler in tracked.scalers.items():
             load_scaler(scaler, structure.scalers[name])
-        tracked.forget_gradients()
+        tracked.gradients.adopt(structure.gradients)
         self._small.put(with_rng=self._per_rank, with_position=self._per_rank)
         tracked.pool = {}
         tracked.intact = True
@@ -95,6 +96,7 @@ class _Structure:
             self.optimizers = {name: OptimizerState(name, data) for name, data in parts["optimizers"].items()}
             self.schedulers = {name: tree.decode(data, name) for name, data in parts["schedulers"].items()}
             self.scalers = {name: tree.decode(data, name) for name, data in parts["scalers"].items()}
+            self.gradients = tracked.gradients.check(parts["gradients"])
         except (TypeError, LookupError, AttributeError) as error:
             raise StateMismatch(f"structure: malformed: {error!r}; nothing was changed") from error
         self.tensors = {entry.name: _destination(tracked, entry) for entry in manifest.entries}

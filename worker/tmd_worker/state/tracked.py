@@ -26,6 +26,7 @@ from tmd.protocol.rank import RecordOrigin
 from tmd_worker.state import optim, records, rng, tree
 from tmd_worker.state.buffers import Buffers, BufferSnapshot
 from tmd_worker.state.errors import StateUnusable, TrackRefused
+from tmd_worker.state.gradients import Gradients, Pattern
 from tmd_worker.state.handover import LoadPlan, describe, prepare
 from tmd_worker.state.loader import LoaderCursor
 from tmd_worker.state.manifest import Manifest, TensorEntry
@@ -49,6 +50,7 @@ class SmallSnapshot:
     hyperparameters: dict[str, Hyperparameters]
     #: state_dicts of schedulers, scalers and others, encoded.
     states: dict[str, bytes]
+    gradients: Pattern
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class Tracked:
         #: Every parameter once, under its first name; and the way back.
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.names: dict[int, str] = {}
+        self.gradients = Gradients(self.parameters)
         #: What the shadow steps left in the optimizers, by entry name, and (on a standby) its memory.
         self.learned: dict[str, TensorEntry] = {}
         self.pool: dict[str, torch.Tensor] = {}
@@ -187,13 +190,13 @@ class Tracked:
     def _snapshot(self, *, reuse: bool) -> SmallSnapshot:
         hyperparameters = {name: Hyperparameters(optimizer) for name, optimizer in self.optimizers.items()}
         states = {name: tree.encode(part.state_dict(), name) for name, part in self._stateful().items()}
-        return SmallSnapshot(rng.capture(), self.buffers.snapshot(reuse=reuse), hyperparameters, states)
+        return SmallSnapshot(rng.capture(), self.buffers.snapshot(reuse=reuse), hyperparameters, states, self.gradients.pattern())
 
     def _stateful(self) -> dict[str, LoadsState]:
         return {**self.schedulers, **self.scalers, **self.others}
 
     def restore_small(self, snapshot: SmallSnapshot) -> None:
-        """The state as at `snapshot_small`; undoes the optimizers that were saved since, sets gradients to None, and lets the
+        """The state as at `snapshot_small`; undoes the optimizers that were saved since, leaves gradients empty, and lets the
         loaders replay the batches that were drawn."""
         self._require_intact()
         for optimizer in list(self._saved):
@@ -213,12 +216,8 @@ class Tracked:
                 load_scaler(part, state)
             else:
                 part.load_state_dict(state)
-        self.forget_gradients()
+        self.gradients.restore(snapshot.gradients)
         rng.restore(snapshot.rng)
-
-    def forget_gradients(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
 
     def save_for_undo(self, optimizer: Optimizer) -> None:
         """Call before it steps: keeps its parameters and state. Only the first call in a step counts."""
@@ -256,8 +255,8 @@ class Tracked:
 
     @torch.no_grad()
     def restore_all(self, snapshot: FullSnapshot, *, keep_allocated: bool = False) -> None:
-        """Everything as at `snapshot_all`, gradients None, batches given back. `keep_allocated` (a standby): the memory of
-        the optimizer state of the shadow steps is kept for the state that will come."""
+        """Everything as at `snapshot_all`, batches given back. `keep_allocated` (a standby): the memory of optimizer state and
+        gradients of the shadow steps is kept for the state that will come."""
         self._learn(keep_allocated=keep_allocated)
         self.buffers.learn(snapshot.small.buffers)
         for parameter, saved in snapshot.parameters:
@@ -276,6 +275,7 @@ class Tracked:
             optim.describe(name, optimizer, self.names, found.__setitem__)
         self.learned = {name: TensorEntry.of(name, tensor) for name, tensor in found.items()}
         if keep_allocated:
+            self.gradients.learn()
             self.pool = {
                 name: tensor.detach()
                 for name, tensor in found.items()
