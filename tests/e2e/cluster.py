@@ -31,6 +31,8 @@ WORLD_SIZE = 4
 PACE_MS = 20
 #: For anything that takes processes of torch to start, on a busy machine.
 DEADLINE_S = 60.0
+#: What takes seconds is not asked for so often that the asking slows it down.
+STARTS_POLL_S = 0.1
 MARK = "TMD_E2E_MARK"
 
 Value = TypeVar("Value")
@@ -124,8 +126,13 @@ class Cluster:
         self.ask("local", "kill", node)
         self.ask("local", "up", node)
 
-    def log(self) -> str:
-        return self.stack.log.read_text()
+    def tidy(self) -> None:
+        """Every node is up and not drained."""
+        for node in self.ask("nodes")["nodes"]:
+            if "DRAIN" in node["manager_state"]:
+                self.ask("resume", node["name"])
+            if "DOWN" in node["manager_state"]:
+                self.ask("local", "up", node["name"])
 
     def start_job(
         self,
@@ -336,7 +343,7 @@ class Job:
             found = [each for each in view["standbys"] if each["sentence"] == "ready" and each["record"]["state"] == "standby"]
             return found if len(found) >= standbys and view["next_step"] > 3 and view["record"]["state"] == "running" else None
 
-        found = until(ready, f"{standbys} standbys of {self.id} are ready")
+        found = until(ready, f"{standbys} standbys of {self.id} are ready", every_s=STARTS_POLL_S)
         assert found is not None
         return found
 
@@ -372,6 +379,12 @@ class Job:
     def cancel(self) -> None:
         self.cluster.ask("job", "cancel", self.id)
         self.wait_gone()
+
+    def end(self) -> None:
+        """It is over, one way or the other, and every node is as good as new."""
+        if self.record()["state"] not in ("done", "failed"):
+            self.cancel()
+        self.cluster.tidy()
 
     def wait_gone(self) -> None:
         """No process of it is left."""
