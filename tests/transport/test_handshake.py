@@ -133,7 +133,7 @@ def test_other_kinds_of_connections_reach_their_handler(pair: Mesh) -> None:
 
 def test_a_connection_that_nothing_serves_fails_with_the_reason(pair: Mesh) -> None:
     with pytest.raises(LinkError, match="nothing serves rehearsal connections here"):
-        pair.nodes[1].fabric.connect(pair.nodes[0].member, "rehearsal", {}, 0.1)
+        pair.nodes[1].fabric.connect(pair.nodes[0].member, "rehearsal", {}, 0.5)
 
 
 def test_links_of_a_future_epoch_wait_until_both_sides_know_it(pair: Mesh) -> None:
@@ -166,7 +166,7 @@ def test_a_member_that_does_not_come_fails_the_opening_in_time() -> None:
         mesh(2, live=False) as made,
         pytest.raises(LinkError, match="rank 0 was not ready in time: epoch 0 is not known here yet"),
     ):
-        made.nodes[1].fabric.open(made.table(0), 1, 0.2)
+        made.nodes[1].fabric.open(made.table(0), 1, 1.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -141,7 +141,7 @@ def in_backward(action: Any) -> Any:
             return value.clone()
 
         @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
             seen.append(action())
             return gradient
 

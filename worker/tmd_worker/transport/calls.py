@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from tmd_worker.core.rank import Admission
 from tmd_worker.discard import StepDiscarded
 from tmd_worker.transport.collectives import LinkTable
+from tmd_worker.transport.events import FabricEvents
 from tmd_worker.transport.group import Group
 from tmd_worker.transport.recording import BuildRecording
 from tmd_worker.transport.work import Operation, TmdWork
@@ -21,11 +22,6 @@ _REMEDY = (
     "{name} was called after this step's commit vote and before its end: if it failed on some ranks only, they would go on with "
     "different values. Move it before optimizer.step(), or, if its result is only logged, put it in `with session.log_only():`"
 )
-
-
-class Admits(Protocol):
-    def admit(self, *, in_autograd: bool, log_only: bool) -> Admission:
-        """What becomes of a collective that is called now."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,8 +45,8 @@ class Call:
 class Calls:
     """The rules for one process."""
 
-    def __init__(self, admits: Admits) -> None:
-        self._admits = admits
+    def __init__(self, events: FabricEvents) -> None:
+        self._events = events
         #: While True every collective is local, with valid values.
         self.sandbox = False
         #: Takes the answers of live collectives while the script builds.
@@ -97,7 +93,7 @@ class Calls:
         if self.sandbox:
             return Admission.SANDBOX
         in_autograd = torch._C._current_graph_task_id() != -1
-        return self._admits.admit(in_autograd=in_autograd, log_only=log_only)
+        return self._events.admit(in_autograd=in_autograd, log_only=log_only)
 
     def _complaint(self, name: str) -> BaseException | None:
         """What waiting on a discarded operation raises now: nothing inside autograd."""

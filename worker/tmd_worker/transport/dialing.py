@@ -12,7 +12,11 @@ from tmd_worker.transport.handshake import Hello, Verdict
 
 
 class LinkError(ConnectionError):
-    """Links could not be opened; the text names the peer and why."""
+    """Links could not be opened; the text names the peer and why. `peer`: its global rank, where there is one."""
+
+    def __init__(self, reason: str, peer: int = -1) -> None:
+        super().__init__(reason)
+        self.peer = peer
 
 
 class Cancelled(LinkError):

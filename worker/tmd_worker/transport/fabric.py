@@ -7,24 +7,22 @@ that run a collective, never while a lock of this package is held, so their impl
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from tmd.protocol.membership import Member, Membership, Plan
 from tmd_worker import faults, guard
 from tmd_worker.core.ballot import Ballot
-from tmd_worker.core.rank import Admission
 from tmd_worker.discard import StepDiscarded
-from tmd_worker.transport import topology
+from tmd_worker.transport import process, topology
 from tmd_worker.transport.buddy import BuddyChannel
 from tmd_worker.transport.calls import Calls
 from tmd_worker.transport.dialing import Cancelled, LinkError
 from tmd_worker.transport.epochs import LinkSet
+from tmd_worker.transport.events import FabricEvents
 from tmd_worker.transport.group import Group
 from tmd_worker.transport.link import Link
 from tmd_worker.transport.opening import Attempt
@@ -35,26 +33,14 @@ from tmd_worker.transport.tables import Tables
 from tmd_worker.transport.vote import run_vote
 from tmd_worker.transport.watcher import Watcher
 
-__all__ = ["Cancelled", "Fabric", "FabricEvents", "LinkError", "LinkInfo", "current"]
+__all__ = ["Cancelled", "Fabric", "FabricEvents", "LinkError", "LinkInfo"]
 
 SESSION_GROUP = "tmd.session"
 BUDDY_GROUP = "tmd.buddy"
 #: Opening the links of a group that is made while an epoch is live may take this long.
 LATE_GROUP_S = 60.0
 _JOIN_S = 2.0
-
-
-class FabricEvents(Protocol):
-    """What the fabric tells the runtime, from transport threads."""
-
-    def link_broken(self, epoch: int, peer: int, *, orderly: bool, reason: str) -> None:
-        """A link of an active or opened epoch closed. `peer` is a global rank; `orderly`: it sent STOP first."""
-
-    def admit(self, *, in_autograd: bool, log_only: bool) -> Admission:
-        """What becomes of a collective that is called now."""
-
-    def thread_died(self, error: BaseException) -> None:
-        """A transport thread cannot go on; the process must end."""
+_EVERY_EPOCH = (1 << 63) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +91,7 @@ class Fabric:
         self.port: int = self._ports.listener.port
         self.spawn("watcher", self._watcher.run)
         faults.close_link = self._break_a_link
-        _register(self)
+        process.adopt(self)
 
     # ---------------------------------------------------------------- role and tables
 
@@ -195,34 +181,45 @@ class Fabric:
             try:
                 with self._attempting(attempt, 0):
                     links.open_for([group], self._ports.opener, attempt)
-            except Cancelled:
-                raise StepDiscarded(f"a link broke while group {group.name} was being made") from None
-            for link in links.links[group.name].values():
-                self._watcher.add(link)
+            except LinkError as error:
+                if not self.is_closed(links.epoch):
+                    self._events.link_broken(links.epoch, error.peer, orderly=True, reason=str(error))
+                if self.is_closed(links.epoch):
+                    raise StepDiscarded(f"a link broke while group {group.name} was being made") from None
+                raise
+            opened = links.links[group.name]
             with self._lock:
+                closed = self.is_closed(links.epoch)
                 if links is self._live:
-                    group.table = group.table_of(links.epoch, links.links[group.name])
+                    group.table = group.table_of(links.epoch, opened)
+            if closed:
+                self._shut(opened.values(), drain=False)
+                raise StepDiscarded(f"a link broke while group {group.name} was being made")
+            for link in opened.values():
+                self._watcher.add(link)
 
     # ---------------------------------------------------------------- epochs come and go
 
     def activate(self, epoch: int) -> None:
         """What was opened or staged for this epoch becomes live in every group."""
         with self._lock:
+            if self.is_closed(epoch):
+                return
             links = self._opened.pop(epoch, None)
             for plan_id, staged in list(self._staged.items()):
                 if links is None and staged.epoch == epoch:
                     links = self._staged.pop(plan_id)
-            if links is None or self.is_closed(epoch):
-                return
-            self._go_live(links)
+            if links is not None:
+                self._go_live(links)
 
     def switch(self, plan: Plan, epoch: int) -> None:
         """The flip on a stayer, at a quiet boundary: staged links replace the leavers', kept ones go on in `epoch`."""
         leavers = frozenset(plan.leavers)
         with self._lock:
-            before, staged = self._live, self._staged.pop(plan.plan_id, None)
+            before, staged = self._live, self._staged.get(plan.plan_id)
             if before is None or staged is None or before.epoch != plan.base_epoch:
                 return
+            del self._staged[plan.plan_id]
             after, replaced = before.succeed(staged, leavers)
             replaced += self.pairs.switch(epoch, leavers)
             self._replaced += replaced
@@ -382,7 +379,7 @@ class Fabric:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
-        _forget(self)
+        process.forget(self)
 
     # ---------------------------------------------------------------- for threads that use links (group.Guard)
 
@@ -447,34 +444,3 @@ class Fabric:
                 link.close_copy()
         for link in [*self._replaced, *(link for links in self.pairs.links().values() for link in links.values())]:
             link.close_copy()
-
-
-_EVERY_EPOCH = (1 << 63) - 1
-_fabrics: list[weakref.ref[Fabric]] = []
-
-
-def current() -> Fabric:
-    """The process's fabric. Raises RuntimeError when there is none."""
-    for reference in reversed(_fabrics):
-        fabric = reference()
-        if fabric is not None:
-            return fabric
-    raise RuntimeError("the tmd backend needs a Session (or a Fabric) in this process before a process group is made")
-
-
-def _register(fabric: Fabric) -> None:
-    _fabrics.append(weakref.ref(fabric))
-
-
-def _forget(fabric: Fabric) -> None:
-    _fabrics[:] = [reference for reference in _fabrics if reference() not in (None, fabric)]
-
-
-def _close_copies() -> None:
-    for reference in _fabrics:
-        fabric = reference()
-        if fabric is not None:
-            fabric.close_copies()
-
-
-os.register_at_fork(after_in_child=_close_copies)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -84,7 +86,8 @@ class Group:
         self.last: TmdWork | None = None
         self._neighbours = neighbours
         self._queue: queue.SimpleQueue[tuple[Operation, LinkTable, Callable[[LinkTable], None]] | None] = queue.SimpleQueue()
-        self._calls = 0
+        self._calls = itertools.count()
+        self._submitting = threading.Lock()
         self._running = False
 
     def take_role(self, rank: int) -> None:
@@ -106,19 +109,20 @@ class Group:
         return LinkTable(epoch, self.rank, self.size, {places[peer]: link for peer, link in links.items()})
 
     def next_index(self) -> int:
-        index, self._calls = self._calls, self._calls + 1
-        return index
+        """Counts the collectives that were called on this group, whatever became of them."""
+        return next(self._calls)
 
     def submit(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
         """Runs the operation after all that were submitted before it, in the group's thread (none for a group of one)."""
         if self.size == 1:
             self._run_one(guard, operation, table, action)
             return
-        if not self._running:
-            self._running = True
-            guard.spawn(f"group-{self.name}", lambda: self._run(guard))
-        self.last = operation.work
-        self._queue.put((operation, table, action))
+        with self._submitting:
+            if not self._running:
+                self._running = True
+                guard.spawn(f"group-{self.name}", lambda: self._run(guard))
+            self.last = operation.work
+            self._queue.put((operation, table, action))
 
     def end_thread(self) -> None:
         if self._running:

@@ -18,6 +18,8 @@ from tmd_worker.transport.handshake import Hello, Verdict
 HANDSHAKE_S = 5.0
 MAX_HALF_OPEN = 256
 _BACKLOG = 512
+#: The kernel goes on announcing a connection that cannot be accepted.
+_OUT_OF_DESCRIPTORS_S = 0.01
 
 
 class _HalfOpen:
@@ -118,7 +120,8 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError:
-                return  # the peer gave up, or descriptors ran out: whoever means it tries again
+                time.sleep(_OUT_OF_DESCRIPTORS_S)  # or the peer gave up: whoever means it tries again
+                return
             if len(self._half_open) >= MAX_HALF_OPEN:
                 self._drop(next(iter(self._half_open)))
             try:

@@ -98,7 +98,8 @@ class Inbox:
                 if left_s <= 0:
                     raise LinkError(
                         f"rank {request.peer} ({request.member.incarnation} on {request.member.node}) did not open its link of "
-                        f"group {request.group} in time"
+                        f"group {request.group} in time",
+                        request.peer,
                     )
                 self._changed.wait(left_s)
             return self._sockets.pop(key)
@@ -147,7 +148,7 @@ class Opener:
                     pause_s = RETRY_FIRST_S
                     continue
                 if time.monotonic() + 2 * pause_s > attempt.deadline_s:
-                    raise LinkError(f"rank {request.peer} was not ready in time: {reason}")
+                    raise LinkError(f"rank {request.peer} was not ready in time: {reason}", request.peer)
                 todo.append(request)
                 attempt.pause(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
@@ -177,14 +178,15 @@ class Opener:
             sock, verdict = dial(request.member, self._key, hello, attempt.deadline_s, attempt.dialing)
         except LinkError as error:
             attempt.check()
-            raise LinkError(f"no link of group {request.group} to rank {request.peer}: {error}") from None
+            raise LinkError(f"no link of group {request.group} to rank {request.peer}: {error}", request.peer) from None
         finally:
             attempt.forget_socket()
         if verdict.answer == "ok":
             return sock, ""
         sock.close()
         if verdict.answer == "refused":
-            raise LinkError(f"rank {request.peer} refused a link of group {request.group}: {verdict.reason}")
+            reason = f"rank {request.peer} refused a link of group {request.group}: {verdict.reason}"
+            raise LinkError(reason, request.peer)
         return None, verdict.reason
 
 

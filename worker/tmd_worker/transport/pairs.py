@@ -16,6 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tmd_worker.transport.dialing import Cancelled
 from tmd_worker.transport.group import Group, Guard, Refused, execute
 from tmd_worker.transport.link import Link, LinkEnded
 from tmd_worker.transport.opening import Attempt
@@ -88,7 +89,9 @@ class PairChannel:
         with self._opening:
             if self.link is None:
                 self.link = self._open_link()
-                self.link.set_timeout(0)
+                if self._guard.is_closed(self.epoch):
+                    self.link.stop()
+                    raise Cancelled(f"epoch {self.epoch} was closed while the link was being opened")
             return self.link
 
     def go_on(self, epoch: int) -> None:
@@ -99,12 +102,9 @@ class PairChannel:
 
     def _send_one(self, link: Link, tensor: Tensor, tag: int) -> None:
         data = byte_view(flat(tensor))
-        with link.tx_lock:
-            link.begin_frame(Kind.MESSAGE, link.epoch, _PREFIX.pack(tag, len(data)))
-            link.push_all()
-            for start in range(0, len(data), MAX_PAYLOAD_BYTES):
-                link.begin_frame(Kind.DATA, link.epoch, data[start : start + MAX_PAYLOAD_BYTES])
-                link.push_all()
+        link.send(Kind.MESSAGE, link.epoch, _PREFIX.pack(tag, len(data)))
+        for start in range(0, len(data), MAX_PAYLOAD_BYTES):
+            link.send(Kind.DATA, link.epoch, data[start : start + MAX_PAYLOAD_BYTES])
 
     def _receive_one(self, link: Link, tensor: Tensor, tag: int) -> None:
         target = flat(tensor)

@@ -43,6 +43,7 @@ class Ports:
         """Tries until the peer serves this kind. Raises LinkError."""
         deadline_s = time.monotonic() + timeout_s
         pause_s = RETRY_FIRST_S
+        reason = ""
         while True:
             hello = Hello(
                 kind=kind,
@@ -51,13 +52,17 @@ class Ports:
                 nonce=new_nonce(),
                 fields=fields,
             )
-            sock, verdict = dial(member, self._key, hello, deadline_s, lambda _: None)
+            try:
+                sock, verdict = dial(member, self._key, hello, deadline_s, lambda _: None)
+            except LinkError as error:
+                raise LinkError(reason or str(error)) from None
             if verdict.answer == "ok":
                 sock.settimeout(timeout_s)
                 return sock
             sock.close()
-            if verdict.answer == "refused" or time.monotonic() + 2 * pause_s > deadline_s:
-                raise LinkError(f"{member.incarnation} on {member.node} refused a {kind} connection: {verdict.reason}")
+            reason = f"{member.incarnation} on {member.node} refused a {kind} connection: {verdict.reason}"
+            if verdict.answer == "refused" or time.monotonic() + pause_s > deadline_s:
+                raise LinkError(reason)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)
 

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from tmd_worker.transport import collectives, fabric, sandbox
+from tmd_worker.transport import collectives, process, sandbox
 from tmd_worker.transport.calls import Call
 from tmd_worker.transport.collectives import LinkTable
+from tmd_worker.transport.fabric import Fabric
 from tmd_worker.transport.group import Group
 from tmd_worker.transport.tensors import check, reduction
 from tmd_worker.transport.work import Operation
@@ -44,13 +45,13 @@ def register() -> None:
 def _create(options: Any, _backend_options: Any = None) -> TmdProcessGroup:
     """torch.distributed calls it for every group that this process is a member of."""
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    return TmdProcessGroup(fabric.current(), options.group_rank, ranks, options.timeout.total_seconds())
+    return TmdProcessGroup(process.current(), options.group_rank, ranks, options.timeout.total_seconds())
 
 
 class TmdProcessGroup(dist.ProcessGroup):
     """The stable shell. It answers with this process's present role, which a standby takes in place."""
 
-    def __init__(self, owner: fabric.Fabric, rank: int, ranks: tuple[int, ...], timeout_s: float) -> None:
+    def __init__(self, owner: Fabric, rank: int, ranks: tuple[int, ...], timeout_s: float) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self._fabric = owner
         self._ranks = ranks
