@@ -2,8 +2,8 @@
 
     train_small.py --out DIR --steps N [--forget NAME]
 
-Every committed step is a line of DIR/steps-rankR.jsonl: its loss and digests of the whole state that it left. DIR/pace, if
-there, holds how many milliseconds a step lasts at least. In the environment E2E_MODEL=wider or =extra builds another model.
+Every committed step is a line of DIR/steps-rankR.jsonl: its loss and, of every fifth step, digests of the whole state. DIR/pace,
+if there, holds how many milliseconds a step lasts at least. In the environment E2E_MODEL=wider or =extra builds another model.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tmd_worker import Session
 
 FEATURES = 24
+#: Digests cost as much as the step itself.
+DIGEST_EVERY = 5
 
 
 class Batches:
@@ -82,7 +84,9 @@ def main(session: Session) -> None:
 
 
 def note(folder: Path, session: Session, step: int, loss: Tensor) -> None:
-    line = {"step": step, "loss": loss.item().hex(), "pid": os.getpid(), **session.digest()}
+    line = {"step": step, "loss": loss.item().hex(), "pid": os.getpid()}
+    if step % DIGEST_EVERY == 0:
+        line |= session.digest()
     with (folder / f"steps-rank{session.rank}.jsonl").open("a") as out:
         out.write(json.dumps(line) + "\n")
 
