@@ -111,11 +111,10 @@ class Cluster:
         return json.loads(result.stdout)
 
     def refusal(self, *arguments: str) -> str:
-        """What tmctl says on stderr when it fails."""
+        """What tmctl says on stderr when it fails, on one line."""
         result = self.tmctl(*arguments)
         assert result.exit_code == 1, f"tmctl {' '.join(arguments)} ended with {result.exit_code}:\n{result.output}"
-        assert "what to do: " in result.stderr
-        return result.stderr
+        return " ".join(result.stderr.split())
 
     def node(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = next(each for each in self.ask("nodes")["nodes"] if each["name"] == name)
@@ -144,6 +143,7 @@ class Cluster:
         arguments: tuple[str, ...] = (),
         pace_ms: float = PACE_MS,
         env: dict[str, str] | None = None,
+        script: Path = TRAIN,
     ) -> Job:
         """Starts the training script on free nodes; returns once the daemon knows the job."""
         out = self.folder / f"job{next(self._numbers)}"
@@ -154,7 +154,7 @@ class Cluster:
             nnodes=nnodes,
             standby=standby,
             nproc_per_node=nproc_per_node,
-            command=[str(TRAIN), "--out", str(out), "--steps", str(steps), *arguments],
+            command=[str(script), "--out", str(out), "--steps", str(steps), *arguments],
             cwd=str(out),
             log_dir=str(out / "logs"),
             env={**os.environ, **job.faults.environment(), **(env or {})},
@@ -409,7 +409,7 @@ class Job:
                     yield {"rank": rank, **json.loads(line)}
 
     def results(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """(rank, step) -> loss and digests (of every fifth step). Raises AssertionError if two processes disagree about a step."""
+        """(rank, step) -> loss and, of every fifth step, digests. Raises AssertionError if two processes disagree."""
         found: dict[tuple[int, int], tuple[str, ...]] = {}
         for row in self.rows():
             result = (row["loss"], *(row.get(part, "") for part in ("parameters", "optimizer", "small")))
