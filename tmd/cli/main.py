@@ -32,7 +32,7 @@ def main(context: click.Context, socket: Path | None) -> None:
       tmctl jobs                                  all jobs with their standbys
       tmctl drain n3 --reason "fan 2 is slow"     empty a node: its ranks move to a standby
       tmctl migrate local-1 --rank 3 --wait       move one rank and watch it go
-      tmctl story m1                              what led to a migration and what it led to
+      tmctl story m1                              what led to a migration, and how it went
       tmctl local run --nodes 4 --standby 2 -- train.py --steps 100
     """
     context.obj = make(socket or default_socket())

@@ -100,18 +100,26 @@ def _check_target(job: Job, to_node: str, from_nodes: tuple[str, ...]) -> None:
 
 def _check_standbys(job: Job, now: float, move: Move) -> None:
     usable = [process for process in _usable(job, now) if process.node not in move.from_nodes]
-    if move.to_node is not None:
-        usable = [process for process in usable if process.node == move.to_node]
-    if len(usable) < len(move.leavers):
+    here = [process for process in usable if move.to_node in (None, process.node)]
+    promised = _promised(job)
+    free = max(0, min(len(here), len(usable) - len(promised)))
+    if free < len(move.leavers):
         where = f" on {move.to_node}" if move.to_node is not None else ""
+        taken = f" that is not promised to {', '.join(sorted(set(promised)))}" if promised else ""
         raise Refused(
-            f"{len(move.leavers)} standby(s){where} needed, {len(usable)} usable: "
+            f"{len(move.leavers)} standby(s){where} needed, {free} usable{taken}: "
             f"start tmd-run of job {job.job_id} on another node, or resume one that is drained"
         )
 
 
 def _usable(job: Job, now: float) -> list[Process]:
     return [*standby.ready(job, now), *standby.warming(job, now)]
+
+
+def _promised(job: Job) -> list[str]:
+    """The migrations that have still to choose their standbys, each as often as it needs one."""
+    waiting = [migration for migration in job.open_migrations() if migration.kind == "planned" and not migration.joiners]
+    return [migration.migration_id for migration in waiting for _ in migration.leavers]
 
 
 def explain(job: Job, now: float, move: Move, *, paused: bool) -> str:
@@ -231,9 +239,9 @@ def _empty_node(job: Job, now: float, node: str, why: str) -> str:
         return "an operator called its migration off, so its ranks stay; tmctl migrate moves them"
     if tried >= job.settings.migration_attempts:
         return f"{tried} attempts to move its ranks failed; tmctl migrate tries again"
-    usable = [process for process in _usable(job, now) if process.node != node]
-    if len(usable) < len(ranks):
-        return f"its {len(ranks)} rank(s) stay until there are as many standbys ({len(usable)} usable)"
+    usable = len([process for process in _usable(job, now) if process.node != node]) - len(_promised(job))
+    if usable < len(ranks):
+        return f"its {len(ranks)} rank(s) stay until there are as many standbys ({max(0, usable)} usable)"
     job.drain_attempts[node] = tried + 1
     started_s = job.drained_since_s.get(node, now) if tried == 0 else now
     move = Move({rank: job.roles[rank] for rank in ranks}, (node,), None)

@@ -181,6 +181,9 @@ def complete(
             process.report.counters.get("state_bytes", 0) for process in holders if process.incarnation in window.joiners
         ),
     }
+    origins = {process.report.record_origin for process in holders if process.incarnation in window.joiners} - {""}
+    if origins:  # a stayer may tell of the first step before the joiner tells where its state came from
+        changes["record_origin"] = ", ".join(sorted(origins))
     before = commits.before(after.step)
     if before is not None and normal is not None:
         downtime_s = (after.time_s - before.time_s) - (after.step - before.step) * normal
