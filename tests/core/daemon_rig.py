@@ -149,7 +149,9 @@ class Rank:
         assert self.core.rank is not None
         leaver = self.cluster.ranks[plan.leavers[self.core.rank]]
         try:
-            step = leaver.core.leaver_step(plan.plan_id) if leaver.alive else None
+            if not leaver.alive:
+                raise LookupError("the leaver's connection closed")
+            step = leaver.core.leaver_step(plan.plan_id)
         except LookupError as error:
             self.carry_out(self.core.state_failed(plan.successor.epoch, str(error)))
             return True

@@ -451,3 +451,22 @@ def test_a_retired_process_that_does_not_leave_is_killed() -> None:
     cluster.pass_time(6)
     assert leaver.exit_code == -9
     assert cluster.released == ["n1"]
+
+
+def test_a_leaver_lost_after_the_flip_before_the_daemon_knows_of_the_first_step_does_not_matter() -> None:
+    """1. flip; 2. the joiner has the state and step 6 is committed; 3. the daemon hears of the leaver's death before that."""
+    cluster = running()
+    leaver = cluster.member(1)
+    migration_id = request(cluster, rank=1)
+    cluster.train()
+    for node in ("n0", "n2", "n3"):
+        cluster.agents[node].stopped = True
+    assert cluster.vote()
+    leaver.die()
+    cluster.settle()
+    assert cluster.job.state == "running"
+    for node in ("n0", "n2", "n3"):
+        cluster.agents[node].stopped = False
+    cluster.settle()
+    assert state(cluster, migration_id) == "done"
+    assert cluster.job.poison_epoch == -1

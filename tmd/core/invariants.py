@@ -42,7 +42,8 @@ def _check_roles(job: Job) -> None:
         process = job.processes[incarnation]
         assert process.record.rank == rank, f"{incarnation} holds rank {rank}, its record says {process.record.rank}"
         if record.state in ("running", "recovering", "installing", "restarting"):
-            assert process.active, f"rank {rank} is held by {incarnation}, which is {process.record.state}"
+            serves = process.active or job.has_flipped_away(process)
+            assert serves, f"rank {rank} is held by {incarnation}, which is {process.record.state}"
     if record.state == "running":
         assert record.table is not None
         table = {rank: member.incarnation for rank, member in record.table.members.items()}

@@ -181,6 +181,13 @@ class Job:
         """The migration of the outstanding plan."""
         return self.migrations.get(self.record.plan.migration_id) if self.record.plan is not None else None
 
+    def has_flipped_away(self, process: Process) -> bool:
+        """It is a leaver of a plan that has flipped: the steps go on without it."""
+        plan, flight, rank = self.record.plan, self.flight, process.record.rank
+        if plan is None or flight is None or flight.flipped_s is None or rank is None or self.called_off:
+            return False
+        return plan.leavers.get(rank) == process.incarnation
+
     def next_step(self) -> int:
         """The first step that is not committed, as far as was heard."""
         heard = [process.report.next_step for process in self.holders().values()]

@@ -112,6 +112,8 @@ def lose(job: Job, now: float, process: Process, reason: str, cause: int | None 
     if job.record.state == "finishing":
         job.lost_at_end[rank] = f"{name} was lost after the last step ({reason})"
         return
+    if job.has_flipped_away(process):
+        return  # its joiner has its state, or will say that it cannot get it
     if not job.fresh:
         sign = f"{name} is lost: {reason}"
         call_off(job, now, sign, sign_s=_first_seen(process, now), cause=event)

@@ -346,6 +346,7 @@ def settle(job: Job, now: float, target_step: int, cause: int) -> None:
     plan, migration = job.record.plan, job.flying()
     if plan is None or migration is None:
         return
+    assert job.recovery is not None
     arrived: dict[int, Process] = {}
     for (rank, leaver), joiner in zip(leavers(job).items(), joiners(job).values(), strict=True):
         if leaver.active and leaver.can_reach(target_step):
@@ -356,6 +357,7 @@ def settle(job: Job, now: float, target_step: int, cause: int) -> None:
             job.give_role(rank, joiner)
             if joiner.touched:
                 arrived[rank] = leaver
+                job.recovery.lost.pop(rank, None)
             else:
                 _replace_leaver(job, now, rank, leaver)
         else:

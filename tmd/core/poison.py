@@ -20,6 +20,10 @@ def call_off(job: Job, now: float, sign: str, *, sign_s: float, cause: int | Non
     event = job.tell(now, job.job_id, "poison", f"epochs up to {job.record.epoch_limit} are called off: {sign}", cause)
     job.recovery = Recovery(since_s=now, sign=sign, sign_s=sign_s, cause=event)
     job.recovery.must_restart = _builder(job)
+    for rank, process in job.holders().items():
+        if not process.active:  # a leaver that was lost after the flip: its joiner was to take the role
+            job.vacate(rank)
+            job.recovery.failed_nodes.add(process.node)
     job.failed_attempts, job.retry_at_s = 0, 0.0
     job.evolve(now, state="recovering", poison_epoch=job.record.epoch_limit)
 

@@ -62,14 +62,16 @@ def _restore_agents(job: Job) -> None:
 
 def _restore_roles(job: Job) -> None:
     """Who holds which role: from the rank records before the first epoch, later from the table, plus joiners of a recovery."""
-    planned = job.record.plan.successor.members if job.record.plan is not None else {}
+    plan = job.record.plan
+    planned = plan.successor.members if plan is not None else {}
     for process in job.processes.values():
         record = process.record
         if record.rank is None:
             continue
         if record.state == "joiner" and record.rank in planned and planned[record.rank].incarnation == process.incarnation:
             continue
-        if record.state in ("starting", "member", "leaver", "joiner"):
+        left_behind = plan is not None and plan.leavers.get(record.rank) == process.incarnation and job.record.state == "running"
+        if record.state in ("starting", "member", "leaver", "joiner") or (record.state == "lost" and left_behind):
             job.give_role(record.rank, process)
         elif record.state == "exited":
             job.left.add(record.rank)
