@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -68,7 +69,8 @@ class Mesh:
 
 @contextmanager
 def mesh(size: int, *, live: bool = True) -> Iterator[Mesh]:
-    """Linked in epoch 0 if `live`. Nothing is left behind."""
+    """Linked in epoch 0 if `live`. Nothing may be left behind, no descriptor either."""
+    before = descriptors()
     made = Mesh(size)
     try:
         for rank in range(size):
@@ -80,6 +82,20 @@ def mesh(size: int, *, live: bool = True) -> Iterator[Mesh]:
     finally:
         for node in made.nodes:
             node.fabric.close_all()
+    assert descriptors() == before
+
+
+def descriptors() -> dict[str, str]:
+    """This process's sockets, event counters and the like."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue  # the directory's own
+        if target.startswith(("socket:", "anon_inode:")):
+            found[fd] = target
+    return found
 
 
 def plan_of(table: Membership, base: Membership, *leavers: int, plan_id: int = 1) -> Plan:

@@ -193,7 +193,7 @@ class BuddyChannel:
         finally:
             link.release()
         if self._guard.is_closed(link.epoch):
-            link.stop()
+            link.shut()
 
     def _read_message(self, link: Link) -> tuple[Kind, int, int, bytes]:
         kind, epoch, _, size = link.receive_header()

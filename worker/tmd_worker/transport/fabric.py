@@ -6,11 +6,10 @@ that run a collective, never while a lock of this package is held, so their impl
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tmd.protocol.membership import Member, Membership, Plan
@@ -24,8 +23,8 @@ from tmd_worker.transport.dialing import Cancelled, LinkError
 from tmd_worker.transport.epochs import LinkSet
 from tmd_worker.transport.events import FabricEvents
 from tmd_worker.transport.group import Group
-from tmd_worker.transport.link import Link
-from tmd_worker.transport.opening import Attempt
+from tmd_worker.transport.link import Link, LinkInfo
+from tmd_worker.transport.opening import Attempt, Attempts
 from tmd_worker.transport.pairs import PairBook
 from tmd_worker.transport.ports import Handler, Ports
 from tmd_worker.transport.recording import BuildRecording
@@ -41,15 +40,6 @@ BUDDY_GROUP = "tmd.buddy"
 LATE_GROUP_S = 60.0
 _JOIN_S = 2.0
 _EVERY_EPOCH = (1 << 63) - 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LinkInfo:
-    """One live link as the operating system sees it."""
-
-    fd: int
-    local: tuple[str, int]
-    remote: tuple[str, int]
 
 
 class Fabric:
@@ -74,8 +64,7 @@ class Fabric:
         #: Opened for an epoch ahead, and staged for a plan.
         self._opened: dict[int, LinkSet] = {}
         self._staged: dict[int, LinkSet] = {}
-        #: Under way: attempt -> plan (0: not for a plan).
-        self._attempts: dict[Attempt, int] = {}
+        self._attempts = Attempts()
         #: Leavers' links after a switch.
         self._replaced: list[Link] = []
         self._incarnation = incarnation
@@ -156,18 +145,9 @@ class Fabric:
         self.buddy.adopt(links.epoch, links.links.get(BUDDY_GROUP, {}))
         return count
 
-    @contextmanager
-    def _attempting(self, attempt: Attempt, plan_id: int) -> Iterator[None]:
+    def _attempting(self, attempt: Attempt, plan_id: int = 0) -> AbstractContextManager[None]:
         """While it lasts close() and drop_staged() can cancel the attempt."""
-        with self._lock:
-            if self.is_closed(attempt.epoch):
-                raise Cancelled(f"epoch {attempt.epoch} is closed")
-            self._attempts[attempt] = plan_id
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._attempts[attempt]
+        return self._attempts.attempting(attempt, plan_id, closed_epoch=lambda: self._tables.closed_epoch)
 
     def add_group(self, group: Group) -> None:
         """A new process group. While an epoch is live its links are opened now. Raises StepDiscarded when poisoned."""
@@ -179,7 +159,7 @@ class Fabric:
         for links in targets:
             attempt = Attempt(links.epoch, LATE_GROUP_S)
             try:
-                with self._attempting(attempt, 0):
+                with self._attempting(attempt):
                     links.open_for([group], self._ports.opener, attempt)
             except LinkError as error:
                 if not self.is_closed(links.epoch):
@@ -251,9 +231,7 @@ class Fabric:
         """Closes what was staged for this plan, also what is being staged."""
         with self._lock:
             staged = self._staged.pop(plan_id, None)
-            attempts = [attempt for attempt, plan in self._attempts.items() if plan == plan_id]
-        for attempt in attempts:
-            attempt.cancel(f"plan {plan_id} was dropped")
+        self._attempts.cancel_plan(plan_id)
         self._ports.inbox.wake()
         if staged is not None:
             self.buddy.forget(staged.epoch)
@@ -277,9 +255,7 @@ class Fabric:
             for shelf in (self._opened, self._staged):
                 for key in [key for key, links in shelf.items() if links.epoch <= epoch]:
                     doomed += shelf.pop(key).all_links()
-            attempts = [attempt for attempt in self._attempts if attempt.epoch <= epoch]
-        for attempt in attempts:
-            attempt.cancel(reason)
+        self._attempts.cancel_epochs(epoch, reason)
         self._ports.inbox.close(epoch)
         doomed += self.pairs.close(epoch)
         self.buddy.close(epoch)
@@ -294,7 +270,9 @@ class Fabric:
             if link not in drained:
                 link.interrupt()
         for link in links:
-            link.stop(keep_reading=link in drained)
+            link.say_stop()
+        for link in links:  # only now: who sees the end of one link finds the STOP on another, if it did not fit on this one
+            link.shut(keep_reading=link in drained)
 
     # ---------------------------------------------------------------- for the session
 
@@ -318,10 +296,7 @@ class Fabric:
         with self._lock:
             by_group = dict(self._live.links) if self._live is not None else {}
             by_group |= self.pairs.links()
-        return {
-            name: {peer: LinkInfo(link.fd, link.local, link.remote) for peer, link in links.items()}
-            for name, links in by_group.items()
-        }
+        return {name: {peer: link.info() for peer, link in links.items()} for name, links in by_group.items()}
 
     def vote(self, ballot: Ballot, deadline_s: float) -> tuple[Ballot | None, bool]:
         """The commit vote: a tree all-reduce over all ranks, in the caller's thread, after all collectives called before it.
@@ -393,7 +368,15 @@ class Fabric:
     def link_ended(self, link: Link, reason: str, *, orderly: bool) -> None:
         if link.ending or link.ignored or self.is_closed(link.epoch):
             return
+        orderly = orderly or self._said_stop(link.peer)
         self._events.link_broken(link.epoch, link.peer, orderly=orderly, reason=reason)
+
+    def _said_stop(self, peer: int) -> bool:
+        """On whichever of its links: the one that broke may have been too full to take a STOP."""
+        with self._lock:
+            sets = [links for links in (self._live, *self._opened.values()) if links is not None]
+            candidates = [link for links in sets for link in links.all_links() if link.peer == peer]
+        return any(link.ends_in_order() for link in candidates)
 
     def spawn(self, name: str, body: Callable[[], None]) -> None:
         thread = threading.Thread(target=self._guarded, args=(body,), name=f"tmd-{name}", daemon=True)
@@ -411,7 +394,7 @@ class Fabric:
         links = LinkSet(live.membership, live.rank, only=frozenset({peer}))
         pair = Group(label, group.ranks, group.timeout_s, lambda _, size: set(range(size)))
         pair.take_role(live.rank)
-        with self._attempting(attempt, 0):
+        with self._attempting(attempt):
             links.open_for([pair], self._ports.opener, attempt)
         link = links.links[label][peer]
         self._watcher.add(link)

@@ -1,12 +1,13 @@
 """One connection to one peer, cut into frames.
 
 Contract: at most one thread reads a link at a time, and it declares itself with `hold`/`release`; whoever sends has
-`tx_lock`. `interrupt` and `stop` may come from any thread at any time: a thread that waits on the link wakes up with
+`tx_lock`. `interrupt`, `say_stop` and `shut` may come from any thread at any time: a thread that waits on the link wakes up with
 LinkEnded, and the descriptor is closed only once nobody uses it, so a number that was reused is never touched.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import select
 import socket
 import struct
@@ -43,6 +44,15 @@ class LinkEnded(Exception):
         self.orderly = orderly
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinkInfo:
+    """A link as the operating system sees it."""
+
+    fd: int
+    local: tuple[str, int]
+    remote: tuple[str, int]
+
+
 class Link:
     """See the module's contract. `peer` is a global rank; `epoch` the one that a hang-up would break."""
 
@@ -54,6 +64,7 @@ class Link:
         "_head_view",
         "_out",
         "_payload",
+        "_shut",
         "_staging",
         "_staging_view",
         "ending",
@@ -97,6 +108,8 @@ class Link:
         #: Nobody cares when it breaks: staged for a plan, or a leaver's after the flip.
         self.ignored = False
         self.saw_stop = False
+        #: This side has said all that it will; whoever used the link last closes the descriptor.
+        self._shut = False
         self._closed = False
         self._out: list[memoryview] = []
         self._head = bytearray(HEADER_BYTES)
@@ -107,6 +120,9 @@ class Link:
         self._staging_view = memoryview(self._staging)
         self.timeout_s = -1.0
         self.set_timeout(timeout_s)
+
+    def info(self) -> LinkInfo:
+        return LinkInfo(self.fd, self.local, self.remote)
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long a blocking receive waits for the peer (0: for ever), and a send for room."""
@@ -128,7 +144,7 @@ class Link:
                 self.begin_frame(kind, epoch, payload)
                 self.push_all()
         finally:
-            if self.ending:
+            if self._shut:
                 self._close_if_unused()
 
     def begin_frame(self, kind: Kind, epoch: int, payload: Buffer) -> None:
@@ -191,7 +207,7 @@ class Link:
 
     def release(self) -> None:
         self.held -= 1
-        if self.ending:
+        if self._shut:
             self._close_if_unused()
 
     def receive_small(self, kind: Kind, epoch: int, size_bytes: int) -> memoryview:
@@ -307,23 +323,26 @@ class Link:
         self.ending = True
         self._shutdown(socket.SHUT_RD)
 
-    def stop(self, *, keep_reading: bool = False) -> None:
-        """Says STOP if that is possible without waiting long, and closes. `keep_reading`: only this side's direction."""
-        if not keep_reading:
-            self.ending = True
-        locked = self.tx_lock.acquire(timeout=SEND_PATIENCE_S)
+    def say_stop(self) -> None:
+        """Tells the peer that this side lives and gives up, if that is possible without waiting long."""
+        if not self.tx_lock.acquire(timeout=SEND_PATIENCE_S):
+            return
         try:
-            if locked and not self._closed and (not self.unsent or self.unsent > HEADER_BYTES):
-                try:
-                    self.sock.send(STOP_FRAME, _NO_WAIT)
-                except OSError:
-                    pass  # best effort: the peer sees the end of the connection anyway
-            self._shutdown(socket.SHUT_WR if keep_reading else socket.SHUT_RDWR)
+            if not self.unsent or self.unsent > HEADER_BYTES:  # else it would complete the frame that was broken off
+                self.sock.send(STOP_FRAME, _NO_WAIT)
+        except OSError:
+            pass  # best effort: the peer sees the end of the connection anyway
         finally:
-            if locked:
-                self.tx_lock.release()
-        if not keep_reading:
-            self._close_if_unused()
+            self.tx_lock.release()
+
+    def shut(self, *, keep_reading: bool = False) -> None:
+        """Closes the link. `keep_reading`: only this side's direction, until the reader is at its end and shuts the rest."""
+        if keep_reading:
+            self._shutdown(socket.SHUT_WR)
+            return
+        self.ending = self._shut = True
+        self._shutdown(socket.SHUT_RDWR)
+        self._close_if_unused()
 
     def close_copy(self) -> None:
         """In a forked child: closes the inherited descriptor without telling the peer."""

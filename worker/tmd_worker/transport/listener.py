@@ -103,8 +103,8 @@ class Listener:
         """Ends the thread, which closes the socket."""
         if self._closing:
             return
-        self._closing = True
         os.eventfd_write(self._wake, 1)
+        self._closing = True  # only now: the thread closes the counter as soon as it sees this
 
     def close_copy(self) -> None:
         """In a forked child, which has no such thread: closes the inherited descriptors."""

@@ -7,7 +7,8 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from tmd.protocol.membership import Member
 from tmd_worker.transport.dialing import Cancelled, LinkError, dial
@@ -66,6 +67,43 @@ class Attempt:
     def forget_socket(self) -> None:
         with self._changed:
             self._dialing = None
+
+
+class Attempts:
+    """The attempts of a process that are under way, so that closing an epoch or dropping a plan ends them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: Attempt -> plan (0: not for a plan).
+        self._under_way: dict[Attempt, int] = {}
+
+    @contextmanager
+    def attempting(self, attempt: Attempt, plan_id: int, *, closed_epoch: Callable[[], int]) -> Iterator[None]:
+        """Raises Cancelled if the epoch was closed before this began."""
+        with self._lock:
+            if attempt.epoch <= closed_epoch():
+                raise Cancelled(f"epoch {attempt.epoch} is closed")
+            self._under_way[attempt] = plan_id
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._under_way[attempt]
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def cancel_epochs(self, up_to: int, reason: str) -> None:
+        with self._lock:
+            doomed = [attempt for attempt in self._under_way if attempt.epoch <= up_to]
+        for attempt in doomed:
+            attempt.cancel(reason)
+
+    def cancel_plan(self, plan_id: int) -> None:
+        with self._lock:
+            doomed = [attempt for attempt, plan in self._under_way.items() if plan == plan_id]
+        for attempt in doomed:
+            attempt.cancel(f"plan {plan_id} was dropped")
 
 
 class Inbox:

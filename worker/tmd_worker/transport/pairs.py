@@ -90,7 +90,7 @@ class PairChannel:
             if self.link is None:
                 self.link = self._open_link()
                 if self._guard.is_closed(self.epoch):
-                    self.link.stop()
+                    self.link.shut()
                     raise Cancelled(f"epoch {self.epoch} was closed while the link was being opened")
             return self.link
 

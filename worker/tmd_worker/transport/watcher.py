@@ -70,8 +70,8 @@ class Watcher:
     def close(self) -> None:
         if self._closing:
             return
-        self._closing = True
         os.eventfd_write(self._wake, 1)
+        self._closing = True  # only now: the thread closes the counter as soon as it sees this
 
     def close_copy(self) -> None:
         """In a forked child, which has no such thread."""
