@@ -1,15 +1,74 @@
-"""One zygote for all tests of real rank processes."""
+"""One zygote for all tests of real rank processes, and the quiet runs that the disturbed ones are compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.session.harness import Cluster
+from tests.session.outcome import Outcome
 from tests.session.zygote import Zygote
+
+
+class Lab:
+    """Runs the training script on clusters of one shape."""
+
+    def __init__(self, zygote: Zygote, folder: Path) -> None:
+        self._zygote = zygote
+        self._folder = folder
+        self._numbers = itertools.count()
+        self._references: dict[Any, Outcome] = {}
+
+    def cluster(
+        self, *variants: str, steps: int = 8, gate: int = -1, faults: list[dict[str, Any]] | None = None, **shape: int
+    ) -> Cluster:
+        """`gate`: the step that waits for Cluster.open_gate; `faults`: see tmd_worker.faults; `shape`: nodes, per_node,
+        standbys."""
+        folder = self._folder / f"run{next(self._numbers)}"
+        (folder / "faults").mkdir(parents=True)
+        environment = {
+            "TMD_FAULTS_DIR": str(folder / "faults"),
+            "TMD_FAULTS": json.dumps(faults or []),
+            "TMD_TEST_GATE": str(gate),
+        }
+        return Cluster(folder, self._zygote, arguments=(str(steps), *variants), environment=environment, **shape)
+
+    def reference(self, *variants: str, steps: int = 8, nodes: int = 2, per_node: int = 1) -> Outcome:
+        """The outcome of the run that nothing disturbs."""
+        key = (variants, steps, nodes, per_node)
+        if key not in self._references:
+            with self.cluster(*variants, steps=steps, nodes=nodes, per_node=per_node) as cluster:
+                over = cluster.run()
+                assert over.exit_code == 0, cluster.report()
+            self._references[key] = Outcome.of(cluster.folder)
+        return self._references[key]
 
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
     with Zygote() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def lab(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(zygote, tmp_path_factory.mktemp("lab"))
+
+
+Killing = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def kill() -> Killing:
+    """A SIGKILL that a rank gives itself at a named point of the code."""
+
+    def one(point: str, *, rank: int, step: int | None = None, count: int = 1) -> list[dict[str, Any]]:
+        fault = {"point": point, "rank": rank, "action": "kill", "count": count}
+        return [fault if step is None else {**fault, "step": step}]
+
+    return one

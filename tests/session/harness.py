@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import selectors
 import signal
@@ -13,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.session.zygote import Zygote
 from tmd.core.daemon import DaemonCore
@@ -195,6 +193,32 @@ class Cluster:
         """A migration as the daemon sees it now."""
         return next(view.record for view in self._core.migrations() if view.record.migration_id == migration_id)
 
+    def stand_at_gate(self, *, standbys: int, step: int) -> None:
+        """Waits until that many standbys are ready and every rank has come to the gate's step."""
+        ranks = range(self._training_nodes * self._per_node)
+        self.run_until(lambda: len(self.ready_standbys()) >= standbys and all(self.step_of(r) == step for r in ranks))
+
+    def stage_move(self, rank: int) -> str:
+        """Asks for a planned migration and waits until its flip may come with the next vote."""
+        migration_id = self.migrate(rank)
+        self.run_until(lambda: self._core.job(JOB).record.armed)
+        return migration_id
+
+    def open_gate(self) -> None:
+        """Lets the gate's step go on."""
+        (self.folder / "go").touch()
+
+    def drain(self, node: str) -> None:
+        """The resource manager says that this node is to be emptied."""
+        self._perform(self._core.node_state(time.time(), node, "draining", "test"))
+
+    def exit_code_of(self, incarnation: str) -> int | None:
+        return next(p.exit_code for p in self._started if p.spec.incarnation == incarnation)
+
+    def started(self, rank: int) -> list[str]:
+        """The incarnations that have held this rank."""
+        return [p.spec.incarnation for p in self._started if p.status is not None and p.status.rank == rank]
+
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Plays daemon and agents until `condition`. Raises AssertionError with everyone's logs when the time is up."""
         deadline_s = time.monotonic() + timeout_s
@@ -216,23 +240,12 @@ class Cluster:
             return status.next_step if status is not None else -1
         return -1
 
-    def losses(self) -> dict[int, dict[int, str]]:
-        """Rank -> step -> loss as written by the training script. A step written twice must read the same."""
-        losses: dict[int, dict[int, str]] = {}
-        for path in self.folder.glob("loss-*.jsonl"):
-            for line in path.read_text().splitlines():
-                row = json.loads(line)
-                mine = losses.setdefault(row["rank"], {})
-                assert mine.setdefault(row["step"], row["loss"]) == row["loss"], f"step {row['step']} has two losses: {path}"
-        return losses
+    def faults_fired(self) -> int:
+        """How many of the armed faults have fired."""
+        return len(list((self.folder / "faults").iterdir()))
 
-    def digests(self) -> dict[int, str]:
-        """Rank -> digest of the final state."""
-        return {int(p.stem.split("-")[1]): p.read_text() for p in self.folder.glob("digest-*.txt")}
-
-    def result(self) -> dict[str, Any]:
-        """What must be the same in two runs."""
-        return {"losses": self.losses(), "digests": self.digests()}
+    def ready_standbys(self) -> list[RankProcess]:
+        return [p for p in self._started if p.alive and p.status is not None and p.status.phase == "ready"]
 
     def report(self) -> str:
         """Everything a failed test should show."""

@@ -129,7 +129,7 @@ def test_a_link_that_breaks_before_the_vote_discards_the_step_and_it_runs_again_
 
     job.at[moment] = lose_a_rank
     assert job.run().outcome() == undisturbed
-    assert [step.index for step in job.seen[LEAST_STEPS :]] == [0, 1, 2, 2, 3, 4]
+    assert [step.index for step in job.seen[LEAST_STEPS:]] == [0, 1, 2, 2, 3, 4]
     assert job.rig.core.counters["steps_redone"] == 1
 
 
@@ -143,7 +143,7 @@ def test_a_link_that_breaks_after_the_vote_takes_nothing_back(moment: str, undis
 
     job.at[moment] = lose_a_rank
     assert job.run().outcome() == undisturbed
-    assert [step.index for step in job.seen[LEAST_STEPS :]] == list(range(TOTAL))
+    assert [step.index for step in job.seen[LEAST_STEPS:]] == list(range(TOTAL))
 
 
 @pytest.mark.parametrize("target_step", [BROKEN_STEP, BROKEN_STEP + 1])

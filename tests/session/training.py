@@ -1,6 +1,6 @@
 """A training script for the tests: small, with everything in it that must come through a migration bit by bit.
 
-Arguments: folder, steps, then names of variants (see `build`). Writes loss-<rank>-<pid>.jsonl, and digest-<rank>.txt at the end.
+Arguments: folder, steps, then names of variants. Writes loss-<rank>-<pid>.jsonl, and digest-<rank>.txt at the end.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.session.autograd_faults import fault_in_backward
 from tmd_worker import Session, faults
+from tmd_worker.transport.process import current
 
 FEATURES = 24
+#: Combinations that every kind of migration must bring through bit by bit.
+VARIANTS = [
+    ("plain",),
+    ("batchnorm",),
+    ("batchnorm", "accumulate"),
+    ("batchnorm", "scaler"),
+    ("scaler", "fused"),
+    ("unused",),
+    ("static",),
+    ("static", "unused"),
+    ("views",),
+    ("views", "static", "keep_gradients"),
+    ("views", "batchnorm", "accumulate", "keep_gradients"),
+    ("noisy_tail",),
+]
 
 
 class Batches:
@@ -87,7 +104,9 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
     accumulate = 3 if "accumulate" in variants else 1
     for step in session.steps(total):
         with step:
-            optimizer.zero_grad(set_to_none="static" not in variants)
+            if not step.shadow and step.index == int(os.environ.get("TMD_TEST_GATE", "-1")):
+                wait_for(folder / "go")
+            optimizer.zero_grad(set_to_none="keep_gradients" not in variants)
             loss = torch.zeros(())
             for micro in range(accumulate):
                 x, y = step.batch if micro == 0 else step.next_batch()
@@ -102,15 +121,36 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
         averaged.update(net)
         if "noisy_tail" in variants:
             torch.rand(1)
+        if step.committed and "links" in variants:
+            write_links(folder, session.rank, step.index)
         if step.committed:
             write_loss(folder, session.rank, step.index, loss)
     digest = session.digest()
     (folder / f"digest-{session.rank}.txt").write_text(json.dumps(digest, sort_keys=True))
 
 
+def wait_for(path: Path) -> None:
+    """The test lets the step go on by making this file."""
+    deadline_s = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline_s, f"{path} did not come"
+        time.sleep(0.002)
+
+
 def write_loss(folder: Path, rank: int, step: int, loss: torch.Tensor) -> None:
     with (folder / f"loss-{rank}-{os.getpid()}.jsonl").open("a") as out:
         out.write(json.dumps({"rank": rank, "step": step, "loss": float(loss).hex()}) + "\n")
+
+
+def write_links(folder: Path, rank: int, step: int) -> None:
+    """Every link of this rank as the operating system knows it: group, peer, descriptor, both addresses."""
+    links = [
+        [group, peer, link.fd, list(link.local), list(link.remote)]
+        for group, peers in current().links().items()
+        for peer, link in peers.items()
+    ]
+    with (folder / f"links-{rank}.jsonl").open("a") as out:
+        out.write(json.dumps({"rank": rank, "step": step, "pid": os.getpid(), "links": sorted(links)}) + "\n")
 
 
 if __name__ == "__main__":

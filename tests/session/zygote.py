@@ -1,7 +1,8 @@
 """A process that has imported everything once and forks rank processes, which then start in milliseconds.
 
-Parent's end: `Zygote`. Protocol on a SEQPACKET pair: a JSON request with two descriptors (control socket, log file) is answered
-with {"started": pid}; it says {"ready": its pid} once; every child's end is told as {"ended": pid, "code": code}. All children die with the zygote.
+Parent's end: `Zygote`. Protocol on a SEQPACKET pair: the zygote says {"ready": pid}; a JSON request with two descriptors
+(control socket, log file) is answered with {"started": pid}; every child's end is told as {"ended": pid, "code": code}. All
+children die with the zygote.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Installer:
         core, epoch = self._runtime.core, membership.epoch
         try:
             opened = self._fabric.open(membership, rank, LINKS_TIMEOUT_S)
-            if epoch > 0:
+            if core.phase != "starting":  # before main nobody has any state
                 self._hand_record_to_buddy(epoch)
         except LinkError as error:
             _log.warning("rank %s: epoch %s: no links: %s", rank, epoch, error)

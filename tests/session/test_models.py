@@ -1,0 +1,37 @@
+"""What a training script may use comes through the loss of a rank bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.session.conftest import Killing, Lab
+from tests.session.outcome import Outcome
+from tests.session.training import VARIANTS
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids="+".join)
+def test_a_rank_that_is_lost_in_backward(variant: tuple[str, ...], lab: Lab, kill: Killing) -> None:
+    lose_a_rank("backward", variant, lab, kill)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != ("noisy_tail",)], ids="+".join)
+def test_a_rank_that_is_lost_in_the_vote(variant: tuple[str, ...], lab: Lab, kill: Killing) -> None:
+    lose_a_rank("vote.after_up", variant, lab, kill)
+
+
+def test_random_numbers_drawn_after_the_vote_by_a_rank_that_is_lost_there_are_missed_and_the_job_says_so(
+    lab: Lab, kill: Killing
+) -> None:
+    with lab.cluster("noisy_tail", nodes=3, standbys=1, steps=10, faults=kill("vote.after_up", rank=1, step=4)) as cluster:
+        assert cluster.run().exit_code == 0, cluster.report()
+        (approximation,) = cluster.core.job("job").record.approximations
+        assert approximation.startswith("step 5: RNG")
+
+
+def lose_a_rank(moment: str, variant: tuple[str, ...], lab: Lab, kill: Killing) -> None:
+    reference = lab.reference(*variant, nodes=3, steps=10)
+    with lab.cluster(*variant, nodes=3, standbys=1, steps=10, faults=kill(moment, rank=1, step=4)) as cluster:
+        assert cluster.run().exit_code == 0, cluster.report()
+        assert cluster.faults_fired() == 1
+        assert cluster.core.job("job").record.approximations == ()
+    Outcome.of(cluster.folder).assert_same_as(reference, unlogged=1)
