@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,10 @@ from tmd_worker.optimizers import OptimizerRefused, Optimizers
 class Recorder:
     """Stands for the session: writes down what it is told, in order."""
 
+    made: list[Recorder] = []
+
     def __init__(self) -> None:
+        self.made.append(self)
         self.events: list[str] = []
         self.verdict = True
         self.late = False
@@ -28,6 +33,14 @@ class Recorder:
         self.events.append("vote")
         if not self.verdict:
             raise StepDiscarded
+
+
+@pytest.fixture(autouse=True)
+def no_body_left_open() -> Iterator[None]:
+    """The hook for optimizers that were not tracked is global."""
+    yield
+    while Recorder.made:
+        Recorder.made.pop().optimizers.discard()
 
 
 def model_with_gradients() -> nn.Linear:
@@ -147,3 +160,33 @@ def test_a_discard_forgets_what_a_scaler_lent_a_fused_optimizer() -> None:
     recorder.optimizers.discard()
     assert not hasattr(optimizer, "grad_scale")
     assert not hasattr(optimizer, "found_inf")
+
+
+def test_an_optimizer_that_was_not_tracked_is_refused_before_it_steps() -> None:
+    recorder, model = Recorder(), model_with_gradients()
+    known, stranger = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters(), lr=0.1)
+    recorder.optimizers.attach("sgd", known, undo=False)
+    before = model.weight.detach().clone()
+    recorder.optimizers.begin_step(shadow=True)
+    with pytest.raises(OptimizerRefused, match=r"Adam\.step\(\) was called, but session\.track was not told of this Adam"):
+        stranger.step()
+    assert torch.equal(model.weight, before)
+    known.step()
+    recorder.optimizers.end_step()
+    stranger.step()
+
+
+class Sharded(torch.optim.SGD):
+    """Steps by an optimizer of its own, as ZeroRedundancyOptimizer does."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        torch.optim.SGD(self.param_groups[0]["params"], lr=0.1).step()
+
+
+def test_the_inner_optimizer_of_a_tracked_one_may_step() -> None:
+    recorder, model = Recorder(), model_with_gradients()
+    optimizer = Sharded(model.parameters(), lr=0.1)
+    recorder.optimizers.attach("sharded", optimizer, undo=False)
+    recorder.optimizers.begin_step(shadow=False)
+    optimizer.step()
+    assert recorder.events == ["vote", "applied"]
