@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.session.autograd_faults import fault_in_backward
 from tmd_worker import Session, faults
+from tmd_worker.step import Step
 from tmd_worker.transport.process import current
 
 FEATURES = 24
@@ -104,6 +105,7 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
     accumulate = 3 if "accumulate" in variants else 1
     for step in session.steps(total):
         with step:
+            misbehave(session, step, variants)
             if not step.shadow and step.index == int(os.environ.get("TMD_TEST_GATE", "-1")):
                 wait_for(folder / "go")
             optimizer.zero_grad(set_to_none="keep_gradients" not in variants)
@@ -121,12 +123,24 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
         averaged.update(net)
         if "noisy_tail" in variants:
             torch.rand(1)
+        if "break" in variants and step.index == 3:
+            break
         if step.committed and "links" in variants:
             write_links(folder, session.rank, step.index)
         if step.committed:
             write_loss(folder, session.rank, step.index, loss)
     digest = session.digest()
     (folder / f"digest-{session.rank}.txt").write_text(json.dumps(digest, sort_keys=True))
+
+
+def misbehave(session: Session, step: Step, variants: set[str]) -> None:
+    """What a user's script may do wrong, on rank 1 in step 3."""
+    if session.rank != 1 or step.index != 3 or not session.live:
+        return
+    if "bug" in variants:
+        raise ValueError("a bug in the user's script")
+    if "exit" in variants:
+        sys.exit(0)
 
 
 def wait_for(path: Path) -> None:

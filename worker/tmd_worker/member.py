@@ -170,6 +170,10 @@ class MemberEngine:
             result = main(self)
         except StepDiscarded:
             self._hold_for_restart()
+        except SystemExit as ended:
+            if self._core.phase != "finished":
+                self._end_failed(f"main called sys.exit({ended.code!r}) before its last step\n{traceback.format_exc()}")
+            raise
         except Exception:
             self._end_failed(traceback.format_exc())
             raise
