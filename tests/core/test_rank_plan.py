@@ -130,6 +130,15 @@ def test_the_joiner_keeps_its_role_while_the_order_names_none() -> None:
     assert rig.core.rank is None
 
 
+def test_what_a_joiner_holds_is_nothing_while_the_leavers_state_replaces_it() -> None:
+    rig = Rig("joiner", None).standby()
+    rig.order(rank=2)
+    rig.recover(1, 5)
+    rig.core.state_loaded(1, 5, "exact")
+    rig.order(rank=3, install=None, resolution=None, plan=plan(base_epoch=1, epoch=2))
+    assert not rig.core.status().has_state
+
+
 def test_a_joiner_whose_source_broke_drops_the_plan() -> None:
     rig = joiner()
     out = rig.core.state_failed(1, "the leaver's connection closed")

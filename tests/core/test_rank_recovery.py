@@ -104,16 +104,24 @@ def test_a_joiner_is_linked_when_links_and_state_are_there() -> None:
     assert (boundary.turn, boundary.step, boundary.epoch, boundary.rollback) == (Turn.RUN, 5, 1, False)
 
 
-def test_a_joiner_that_must_load_again_holds_no_state_meanwhile() -> None:
-    """1. loaded for epoch 1; 2. epoch 1 is called off; 3. epoch 2 has it load again: half of the bytes may be there."""
+def test_a_joiner_that_has_loaded_does_not_load_again_for_the_same_step() -> None:
+    """1. loaded for epoch 1, which fails; 2. the daemon, which has not heard, has it join epoch 2 as well; 3. it says so now and
+    has it not join epoch 3: at no moment may it have given up what it said it has."""
     rig = Rig("joiner", None).standby()
     rig.order(rank=2)
     rig.recover(1, 5)
     rig.core.state_loaded(1, 5, "exact")
+    assert not of_kind(rig.recover(2, 5), FetchFromSurvivors)
     assert rig.core.status().has_state
-    rig.recover(2, 5)
-    assert not rig.core.status().has_state
-    assert rig.core.boundary()[0].turn is Turn.WAIT
+    rig.core.links_ready(2, 4)
+    assert rig.core.status().linked_epoch == 2
+
+
+def test_a_table_that_counts_on_state_that_is_not_there_is_a_broken_invariant() -> None:
+    rig = Rig("joiner", None).standby()
+    rig.order(rank=2)
+    with pytest.raises(BrokenInvariant, match="without state"):
+        rig.order(install=Install(membership=table(1, r2="joiner"), target_step=0, joining={}))
 
 
 def test_state_for_an_installation_that_was_called_off_is_not_taken() -> None:

@@ -50,7 +50,16 @@ class Ballot:
         return plan_id > 0 and self.plan_min == self.plan_max == plan_id and self.staged and self.ready_leavers == leavers
 
     def pack(self) -> bytes:
-        return _LAYOUT.pack(*dataclasses.astuple(self))
+        return _LAYOUT.pack(
+            self.epoch_min,
+            self.epoch_max,
+            self.step_min,
+            self.step_max,
+            self.plan_min,
+            self.plan_max,
+            self.staged,
+            self.ready_leavers,
+        )
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> Ballot:

@@ -292,16 +292,20 @@ class RankCore:
             return
         self._install_epoch, self._members = epoch, install.membership
         self._links_done = False
-        joining = self.rank in install.joining
-        self._state_done = not joining
-        if joining:
-            self.has_state = False  # what is there will be overwritten piece by piece
-        if not joining and not install.fresh and self.next_step != install.target_step:
-            raise BrokenInvariant(f"rank {self.rank} is at step {self.next_step}, the install says {install.target_step}")
+        arrived = install.fresh or (self._holds_state() and self.next_step == install.target_step)
+        if not arrived and self.rank not in install.joining:
+            where = f"at step {self.next_step}" if self._holds_state() else "without state"
+            raise BrokenInvariant(f"rank {self.rank} is {where}, the install says {install.target_step}")
+        # Who loaded for an installation before this one has arrived, whether the daemon knew or not: nobody ran meanwhile.
+        self._state_done = arrived
         self.stamps["install"] = self._clock()
         self._out.append(OpenLinks(install.membership, self.rank))
-        if joining:
+        if not arrived:
             self._out.append(FetchFromSurvivors(install, self.rank))
+
+    def _holds_state(self) -> bool:
+        """That of its role; also from the end of a live build on, though only the end of the warm-up says so to others."""
+        return self.has_state or (self._builds_live and self.live_epoch >= 0)
 
     def _consider_go(self, order: Directive) -> None:
         epoch = order.live_epoch
