@@ -15,6 +15,7 @@ from tmd.protocol.membership import Plan
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.discard import StepDiscarded
 from tmd_worker.transport.fabric import Cancelled, LinkError
+from tmd_worker.transport.shell import TmdProcessGroup
 from tmd_worker.transport.topology import buddy_neighbours, collective_neighbours, next_hop, tree_neighbours
 
 LEAVER = 2
@@ -232,8 +233,6 @@ def test_a_role_that_a_group_was_not_built_for_is_refused_by_name() -> None:
 
 
 def test_making_a_group_while_a_link_breaks_discards_the_step() -> None:
-    from tmd_worker.transport.shell import TmdProcessGroup
-
     with mesh(2) as made:
         raised = []
 
@@ -250,6 +249,17 @@ def test_making_a_group_while_a_link_breaks_discards_the_step() -> None:
         made.nodes[0].events.poison(0, "test")
         thread.join(5)
         assert raised == ["a link broke while group late was being made"]
+
+
+def test_making_a_group_when_a_member_cannot_be_reached_discards_the_step_too() -> None:
+    """Whoever notices a death by making a group must not take it for an error of the script."""
+    with mesh(2) as made:
+        lower, higher = made.nodes
+        lower.fabric._ports.close()
+        wait_until(lambda: not any(thread.name == "tmd-listener" and thread.is_alive() for thread in lower.fabric._threads))
+        with pytest.raises(StepDiscarded):
+            TmdProcessGroup(higher.fabric, 1, (0, 1), 5.0)._set_group_name("late")
+        assert higher.events.broken[0][:2] == (0, 0)
 
 
 @pytest.mark.parametrize("size", range(1, 20))
