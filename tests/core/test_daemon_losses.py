@@ -160,12 +160,22 @@ def test_when_most_agents_fall_silent_at_once_the_daemon_suspects_itself() -> No
     assert cluster.job.epoch == 0
 
 
-def test_a_node_that_the_resource_manager_calls_down_is_lost_at_once() -> None:
+def test_a_node_that_the_resource_manager_calls_down_is_lost_when_its_agent_is_silent() -> None:
     cluster = running()
-    cluster.agents["n1"].stopped = True
+    cluster.stop_node("n1")
     cluster.do(cluster.daemon.node_state(cluster.now, "n1", "down", "not responding"))
+    cluster.pass_time(1.0)
     assert cluster.ledger.nodes["j", "n1"].use == "lost"
     assert cluster.migration().trigger == "rank 1 on n1 is lost: the resource manager says that n1 is down"
+
+
+def test_a_node_that_is_called_down_while_its_agent_speaks_goes_on() -> None:
+    """The resource manager may say so late, of a life of the node that is over."""
+    cluster = running()
+    cluster.do(cluster.daemon.node_state(cluster.now, "n1", "down", "not responding"))
+    cluster.pass_time(3.0)
+    cluster.train()
+    assert cluster.job.epoch == 0
 
 
 def test_a_single_frozen_rank_is_noticed_although_its_agent_speaks() -> None:

@@ -12,6 +12,8 @@ from tmd.core.processes import EXIT_BROKEN, Agent, Process
 
 #: A job whose steps take long is given this many normal steps before silence counts.
 STEPS_OF_PATIENCE = 2
+#: A node that is called down is believed to be when its agent has missed this many heartbeats.
+BEATS_OF_A_NODE_THAT_IS_DOWN = 2
 
 
 def note_exits(job: Job, now: float) -> None:
@@ -145,7 +147,8 @@ def note_silence(job: Job, now: float, suspects_itself: Callable[[], bool]) -> N
         if not agent.serves:
             continue
         if job.node_state(agent.node) == "down":
-            lose_agent(job, now, agent, f"the resource manager says that {agent.node} is down", job.last_about(agent.node))
+            _note_down(job, now, agent)
+        if agent.fenced:
             continue
         if agent.connected and agent.agent_id not in plays:
             continue
@@ -161,6 +164,15 @@ def note_silence(job: Job, now: float, suspects_itself: Callable[[], bool]) -> N
                 job.say_once(now, job.job_id, f"suspect {deadline:.3f}", text)
                 continue
         lose_agent(job, now, agent, reason)
+
+
+def _note_down(job: Job, now: float, agent: Agent) -> None:
+    """The resource manager calls the node down. Its word may be old: an agent that goes on speaking is believed."""
+    deadline = agent.heard_s + BEATS_OF_A_NODE_THAT_IS_DOWN * job.settings.heartbeat_s
+    if agent.connected and now < deadline:
+        job.wake_at(deadline)
+        return
+    lose_agent(job, now, agent, f"the resource manager says that {agent.node} is down", job.last_about(agent.node))
 
 
 def _deadline(job: Job, agent: Agent, *, standby: bool) -> tuple[float, str]:

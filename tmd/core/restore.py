@@ -41,7 +41,8 @@ def begin(job: Job, now: float) -> None:
         process.heard_s = now
     flying = job.flying()
     if flying is not None:
-        job.flight = Flight(now, withdrawn=flying.reason)
+        flipped_s = now if flying.state == "copying" else None
+        job.flight = Flight(now, flipped_s=flipped_s, withdrawn=flying.reason)
     if job.record.state == "recovering":
         job.recovery = Recovery(since_s=now, sign="a recovery was under way when the daemon restarted", sign_s=now, cause=0)
         for migration in job.open_migrations():
