@@ -44,7 +44,9 @@ class Checks:
     def __init__(self, world: World) -> None:
         self.world = world
         self.faults = 0
-        self.user_bug = ""
+        #: The process in which the user's script raised.
+        self.raised: SimRank | None = None
+        self.raised_s = 0.0
         self._failed = False
         self.highest_step = 0
         self.committed: set[int] = set()
@@ -60,6 +62,7 @@ class Checks:
         self._reports: dict[str, tuple[int, int, int, bool]] = {}
         self._targets: dict[int, int] = {}
         self._fresh = {-1}
+        self._flipped: dict[int, list[Plan]] = {}
         self._kept: dict[tuple[int, int], set[int]] = {}
 
     def fail(self, rule: str, text: str) -> None:
@@ -180,6 +183,8 @@ class Checks:
         self._poisoned_epochs.add(core.live_epoch)
         names = [name for (at, _), name in self._speakers.items() if at == core.live_epoch]
         members = [self.world.processes[name] for name in names]
+        for plan in self._flipped.get(core.live_epoch, []):
+            members += [self.world.processes[member.incarnation] for member in plan.successor.members.values()]
         since_s = self._live_s[core.live_epoch] - CAUSE_S
         if not any(process.touched_s >= since_s or not process.alive or process.machine.frozen for process in members):
             self.fail("4 and 5 no harm", f"epoch {core.live_epoch} ends though nothing hit a member: {reason} ({rank.name})")
@@ -202,11 +207,12 @@ class Checks:
     def switched(self, rank: SimRank, plan: Plan) -> None:
         if rank.staging is None or rank.staging.missing:
             self.fail("4 before the flip", f"{rank.name} flips to plan {plan.plan_id}, whose links are not staged")
+        self._flipped.setdefault(plan.base_epoch, []).append(plan)
         job = self._job()
         if job is not None and job.plan == plan and not job.armed:
             self.fail("4 before the flip", f"{rank.name} flips to plan {plan.plan_id}, whose leavers are not armed")
         migration = self.world.ledger.migrations[plan.migration_id]
-        if rank.touched_s < 0 and migration.state in ("aborted", "failed"):
+        if rank.touched_s < 0 and not self.job_over and migration.state in ("aborted", "failed"):
             self.fail("4 before the flip", f"{rank.name} flips to plan {plan.plan_id}, whose migration is {migration.state}")
 
     def retired(self, process: SimRank) -> None:
@@ -312,9 +318,9 @@ class Checks:
                 return
             self._directed(job, order)
         if directive.job_over is not None and not self.job_over:
-            record = self.world.ledger.nodes.get((self.world.job_id, node))
-            if record is None or record.use not in ("released", "lost"):
-                self.fail("ledger first", f"{node} is sent away, the ledger has {record}")
+            there = self.world.ledger.nodes.get((self.world.job_id, node))
+            if there is None or there.use not in ("released", "lost"):
+                self.fail("ledger first", f"{node} is sent away, the ledger has {there}")
 
     def _directed(self, job: JobRecord, order: Directive) -> None:
         if order.poison_epoch > job.poison_epoch:
@@ -374,7 +380,9 @@ class Checks:
     def _failed_for_a_reason(self, job: JobRecord) -> None:
         if not job.reason or job.exit_code in (None, 0):
             self.fail("6 accounted for", f"the job failed with code {job.exit_code} and reason {job.reason!r}")
-        if self.user_bug and self.user_bug not in job.reason and "ValueError" not in job.reason:
+        raised = self.raised
+        was_heard = raised is not None and raised.incarnation not in self._cut_off and raised.touched_s == self.raised_s
+        if was_heard and "ValueError" not in job.reason:
             self.fail("6 accounted for", f"the script raised, the job says {job.reason!r}")
         if not self.faults:
             self.fail("liveness", f"the job failed though nothing was done to it: {job.reason}")

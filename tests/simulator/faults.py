@@ -16,24 +16,10 @@ from tmd.core.records import NodeState
 if TYPE_CHECKING:
     from tests.simulator.world import World
 
-POINTS = (
-    "poison",
-    "install",
-    "fetch",
-    "linked",
-    "go",
-    "stage",
-    "staged",
-    "flip",
-    "switch",
-    "handoff",
-    "handoff_source",
-    "retire",
-    "vote",
-    "voted",
-    "vote_down",
-    "unknown",
-)
+#: Points of the protocol that a fault may wait for: of a recovery, of a vote, and of a planned migration.
+RECOVERY_POINTS = ("poison", "install", "fetch", "linked", "go", "unknown")
+VOTE_POINTS = ("vote", "voted", "vote_down", "vote_down")
+PLAN_POINTS = ("stage", "staged", "flip", "flip", "switch", "handoff", "handoff_source", "retire")
 #: (weight, kind).
 KINDS = (
     (22, "kill_rank"),
@@ -52,6 +38,11 @@ KINDS = (
     (1, "pause"),
     (1, "user_bug"),
 )
+#: What a job may not survive, and how many faults come before it must be able to.
+HARD = ("kill_rank", "kill_two", "kill_node", "freeze_node", "user_bug")
+FEWEST = 3
+#: What has not struck this many steps before the end does so now.
+LAST_STEPS = 4
 OPEN_STATES = ("queued", "selecting", "preparing", "installing", "armed", "copying")
 
 
@@ -86,7 +77,7 @@ class Faults(Actor):
     def _draw(self) -> Fault:
         choose = self.world.random
         kind = choose.choices([kind for _, kind in KINDS], [weight for weight, _ in KINDS])[0]
-        point = choose.choice(POINTS) if choose.random() < 0.6 else ""
+        point = choose.choice(choose.choice((RECOVERY_POINTS, VOTE_POINTS, PLAN_POINTS))) if choose.random() < 0.65 else ""
         delay_s = 0.0 if point and choose.random() < 0.6 else choose.random() * 0.08
         step = choose.randint(0, self.world.total_steps - 8)
         return Fault(kind, step, point, choose.choice((0, 0, 0, 1, 2, 5)), delay_s)
@@ -101,8 +92,17 @@ class Faults(Actor):
         while self._waiting and self._waiting[0].step <= step:
             fault = self._waiting.pop(0)
             self._armed.append(fault)
+            if fault.point in PLAN_POINTS and self.world.random.random() < 0.7:
+                self.world.after(0.0, self, self._bring_about_a_plan)
             patience_s = self.patience_s if fault.point else fault.delay_s
             self.world.after(patience_s, self, self._strike, fault, None)
+        if step == self.world.total_steps - LAST_STEPS:
+            for fault in self._armed:
+                self.world.after(0.01 * self.world.random.random(), self, self._strike, fault, None)
+
+    def _bring_about_a_plan(self) -> None:
+        if not any(migration.state in OPEN_STATES for migration in self.world.ledger.migrations.values()):
+            self._migrate_rank(None)
 
     def point(self, name: str, rank: SimRank) -> None:
         for fault in self._armed:
@@ -116,11 +116,24 @@ class Faults(Actor):
     def _strike(self, fault: Fault, involved: SimRank | None) -> None:
         if fault.struck or self.world.checks.job_over:
             return
+        if self._comes_too_early(fault):
+            self.world.after(0.03, self, self._strike, fault, involved)
+            return
         fault.struck = True
         self._armed.remove(fault)
         self.world.checks.fault_strikes()
         if getattr(self, f"_{fault.kind}")(involved):
             self.struck[fault.kind] += 1
+
+    def _comes_too_early(self, fault: Fault) -> bool:
+        """The job may end by a fault, but not before its third one."""
+        lacking = FEWEST - 1 - self.world.checks.faults
+        if lacking <= 0 or fault.kind not in HARD:
+            return False
+        if fault.kind == "user_bug" or (fault.kind == "kill_two" and lacking > 1):
+            return True
+        job = self.world.ledger.jobs.get(self.world.job_id)
+        return job is None or job.state != "running"
 
     # ---------------------------------------------------------------- whom
 
@@ -158,6 +171,7 @@ class Faults(Actor):
         return self._kill_rank(involved)
 
     def _kill_another(self) -> None:
+        self.world.checks.fault_strikes()
         self._kill_rank(None)
 
     def _kill_standby(self, _: SimRank | None) -> bool:
@@ -344,8 +358,8 @@ class Faults(Actor):
         if victim is None or victim.machine.frozen or victim.core.phase != "running" or victim.main.attempt is None:
             return False
         self._note(victim.name, "raises in the script of")
-        self.world.checks.user_bug = f"Traceback: ValueError in {victim.name}"
         self.world.checks.touched([victim])
-        victim.perform(victim.core.failed(self.world.checks.user_bug))
+        self.world.checks.raised, self.world.checks.raised_s = victim, self.world.now
+        victim.perform(victim.core.failed(f"Traceback: ValueError in {victim.name}"))
         victim.die(1)
         return True

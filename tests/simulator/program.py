@@ -138,7 +138,7 @@ class MainThread:
         world.checks.step_applied(rank, epoch, step, state, given)
         state.params, state.step = model.apply(state.params, given), step + 1
         core.applied()
-        yield world.pace("tail")
+        yield world.pace("slow_tail" if world.random.random() < 0.08 else "tail")
         return True
 
     @property

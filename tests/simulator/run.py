@@ -37,6 +37,7 @@ def run_seed(seed: int, *, bug: str = "", verbose: bool = False) -> Outcome:
         world.checks.at_end()
     except Violation as broken:
         violation = str(broken)
+        _show_ranks(world)
     except Exception as error:
         if verbose:
             raise
@@ -46,6 +47,17 @@ def run_seed(seed: int, *, bug: str = "", verbose: bool = False) -> Outcome:
     return Outcome(
         seed, violation, world.events, world.checks.faults, world.faults.struck, result, world.now, len(world.checks.committed)
     )
+
+
+def _show_ranks(world: World) -> None:
+    """Where every living process stands, for the reader of a trace."""
+    for process in world.processes.values():
+        core = process.core
+        if process.alive:
+            epochs = f"runs {core.run_epoch}, live {core.live_epoch}, poisoned {core.poisoned_epoch}, linked {core.linked_epoch}"
+            steps = f"next step {core.next_step}, applied {core.applied_step}, attempt {process.main.attempt}"
+            frozen = ", on a frozen node" if process.machine.frozen else ""
+            world.note(process.name, f"rank {core.rank} is {core.phase}{frozen}; epochs: {epochs}; {steps}")
 
 
 def _play(world: World) -> None:

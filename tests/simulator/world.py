@@ -33,6 +33,7 @@ PACES = {
     "frame": (0.00005, 0.001),
     "apply": (0.0005, 0.004),
     "tail": (0.0001, 0.003),
+    "slow_tail": (0.003, 0.03),
     "finish": (0.001, 0.02),
     "linger": (0.0, 0.03),
     "exiting": (0.001, 0.01),
@@ -67,8 +68,9 @@ class World(Engine):
         choose = self.random
         self.nnodes = choose.choice((2, 3, 3, 4))
         self.nproc_per_node = choose.choice((1, 1, 1, 2))
-        self.standby_nodes = choose.choice((1, 2, 2, 3))
+        self.standby_nodes = choose.choice((2, 2, 3))
         self.total_steps = choose.randint(15, 22)
+        self.total_steps += 10 if self.nnodes * self.nproc_per_node == 2 else 0
         self.channel_loss = choose.choice((0.0, 0.02, 0.1))
         self.channel_repeats = choose.choice((0.0, 0.05))
         self.pipe_loss = choose.choice((0.0, 0.02))
@@ -109,7 +111,7 @@ class World(Engine):
 
     def hop(self) -> float:
         """From a thread that has done something to the core that is told: now and then it takes its time."""
-        return self.pace("slow_hop" if self.random.random() < 0.05 else "hop")
+        return self.pace("slow_hop" if self.random.random() < 0.08 else "hop")
 
     def link_delay(self) -> float:
         return self.pace("link")
