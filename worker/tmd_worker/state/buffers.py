@@ -7,13 +7,14 @@ step is put back too. A tensor that sits in several places counts once, under it
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterator
 
 import torch
 
 from tmd_worker.state.errors import StateMismatch
 from tmd_worker.state.record import Item
-from tmd_worker.state.tensors import DTYPES, dtype_name, from_bytes, refuse_special, to_bytes, write_into
+from tmd_worker.state.tensors import DTYPES, dtype_name, from_bytes, refuse_special, size_bytes, to_bytes, write_into
 
 _PREFIX = "buffer/"
 
@@ -112,7 +113,18 @@ class Buffers:
     # ---------------------------------------------------------------- records
 
     def items(self) -> dict[str, Item]:
-        return {_PREFIX + name: Item(dtype_name(buffer.dtype), tuple(buffer.shape), to_bytes(buffer)) for name, buffer in self}
+        """Copied in one piece for each type and device: a network may have hundreds of small ones."""
+        buffers = list(self)
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for _, buffer in buffers:
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
+        bodies = {kind: io.BytesIO(to_bytes(torch._C._nn.flatten_dense_tensors(same))) for kind, same in kinds.items()}
+        return {
+            _PREFIX + name: Item(
+                dtype_name(buffer.dtype), tuple(buffer.shape), bodies[buffer.dtype, buffer.device].read(size_bytes(buffer))
+            )
+            for name, buffer in buffers
+        }
 
     def check(self, items: dict[str, Item]) -> None:
         """Raises StateMismatch unless `items` holds exactly the buffers that are here, or that shadow steps have made."""
