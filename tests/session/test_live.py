@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.session.rig import Rig, yes
 from tmd_worker import live, runtime
@@ -323,6 +324,37 @@ def test_an_undone_optimizer_is_put_back_when_its_step_is_discarded() -> None:
                     job.rig.break_link()
                     job.rig.recover(2)
                 job.optimizer.step()
+        return job.rig.tracked.digest()
+
+    assert train(True) == train(False)
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "voting"])
+def test_averages_in_a_module_take_a_step_that_ran_twice_once(moment: str) -> None:
+    """They belong to no optimizer, and the code after the body changes them whether the step counts or not."""
+
+    def train(disturb: bool) -> dict[str, str]:
+        job = Job()
+        averages = AveragedModel(job.model, avg_fn=lambda old, new, _: 0.5 * old + 0.5 * new)
+        job.rig.track(averages=averages)
+
+        def lose_a_rank() -> None:
+            job.rig.break_link()
+            job.rig.recover(BROKEN_STEP)
+
+        def breaks(_: Ballot) -> tuple[Ballot | None, bool]:
+            lose_a_rank()
+            return None, True
+
+        if disturb and moment == "voting":
+            job.rig.fabric.outcomes = [yes] * BROKEN_STEP + [breaks]
+        elif disturb:
+            job.at[moment] = lose_a_rank
+        job.rig.begin()
+        for step in loop(job, TOTAL):
+            job.step(step)
+            averages.update_parameters(job.model)
+        assert job.rig.core.counters["steps_redone"] == disturb
         return job.rig.tracked.digest()
 
     assert train(True) == train(False)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from tests.session.autograd_faults import fault_in_backward
 from tmd_worker import Session, faults
@@ -37,6 +38,7 @@ VARIANTS = [
     ("views",),
     ("views", "static", "keep_gradients"),
     ("views", "batchnorm", "accumulate", "keep_gradients"),
+    ("batchnorm", "ema_module"),
     ("noisy_tail",),
 ]
 
@@ -97,8 +99,11 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused="fused" in variants)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     averaged = Averaged(net)
+    ema = AveragedModel(net, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
     scaler = torch.amp.GradScaler("cpu", enabled="scaler" in variants, init_scale=2.0**30 if "scaler" in variants else 1.0)
     session.track(model=model, optimizer=optimizer, schedule=schedule, averaged=averaged, scaler=scaler, data=Batches())
+    if "ema_module" in variants:
+        session.track(ema=ema)
     torch.manual_seed(1000 + session.rank)
     np.random.seed(session.rank)
     random.seed(session.rank)
@@ -121,6 +126,7 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
             scaler.update()
         schedule.step()
         averaged.update(net)
+        ema.update_parameters(net)
         if "noisy_tail" in variants:
             torch.rand(1)
         if "break" in variants and step.index == 3:
