@@ -19,6 +19,10 @@ def test_a_rank_that_is_lost_in_the_vote(variant: tuple[str, ...], lab: Lab, kil
     lose_a_rank("vote.after_up", variant, lab, kill)
 
 
+def test_averages_with_batch_statistics_take_a_discarded_step_once(lab: Lab, kill: Killing) -> None:
+    lose_a_rank("backward", ("batchnorm", "ema_module"), lab, kill)
+
+
 def test_random_numbers_drawn_after_the_vote_by_a_rank_that_is_lost_there_are_missed_and_the_job_says_so(
     lab: Lab, kill: Killing
 ) -> None:

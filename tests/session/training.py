@@ -38,7 +38,7 @@ VARIANTS = [
     ("views",),
     ("views", "static", "keep_gradients"),
     ("views", "batchnorm", "accumulate", "keep_gradients"),
-    ("batchnorm", "ema_module"),
+    ("ema_module",),
     ("noisy_tail",),
 ]
 

@@ -173,7 +173,9 @@ class LiveLoop:
         return isinstance(error, Exception) and self._runtime.core.dead() and not (self._decided and self._applied)
 
     def _discard(self) -> None:
+        """From here on only code after the body runs, as if the step counted: the user updates averages, for one."""
         self._discarded = True
+        self._tracked.keep_averages()
         self._optimizers.discard()
         self._runtime.discard()
 

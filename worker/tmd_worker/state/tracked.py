@@ -3,8 +3,9 @@
 Contract, in the order of a process's life:
 
 - `set_role`, then `add` at `session.track`; `snapshot_all` before the shadow steps, `restore_all` after them.
-- each step: `snapshot_small` at its start (`restore_small` at once when it is discarded, before anybody may be served), `record`
-  at the vote, `tail` at the next step's start, before that step's `snapshot_small`.
+- each step: `snapshot_small` at its start, `record` at the vote, `tail` at the next step's start, before that step's
+  `snapshot_small`. If it is discarded: `keep_averages` before more of the user's code runs, `restore_small` after it and before
+  anybody may be served.
 - a source of state: `full_state` at a boundary, the main thread standing still; see handoff.send_state.
 - a joiner: `set_role`, then handoff.receive_state, then, unless the state came from the leaver itself, `adopt_record`.
 
@@ -85,6 +86,7 @@ class Tracked:
         self._role: tuple[int, int] | None = None
         self._tracked: dict[str, Any] = {}
         self._saved: dict[Optimizer, OptimizerCopy] = {}
+        self._averages: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._records = records.Keeper(self)
 
     # ---------------------------------------------------------------- what is tracked
@@ -196,11 +198,14 @@ class Tracked:
         return {**self.schedulers, **self.scalers, **self.others}
 
     def restore_small(self, snapshot: SmallSnapshot) -> None:
-        """The state as at `snapshot_small`; undoes the optimizers that were saved since, leaves gradients empty, and lets the
-        loaders replay the batches that were drawn."""
+        """The state as at `snapshot_small`; undoes the optimizers that were saved since, takes back what `keep_averages` kept,
+        leaves gradients empty, and lets the loaders replay the batches that were drawn."""
         self._require_intact()
         for optimizer in list(self._saved):
             self.undo(optimizer)
+        for parameter, value in self._averages:
+            write_into(parameter, value)
+        self._averages.clear()
         for loader in self.loaders.values():
             loader.rollback()
         self._restore(snapshot)
@@ -218,6 +223,14 @@ class Tracked:
                 part.load_state_dict(state)
         self.gradients.restore(snapshot.gradients)
         rng.restore(snapshot.rng)
+
+    def keep_averages(self) -> None:
+        """The step is given up, and code after its body is still to run: keeps the parameters that no optimizer may step, as of
+        averaged weights, which that code changes. A step that counts never pays for this copy."""
+        groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        owned = {id(part) for group in groups for part in group["params"]}
+        free = [part for part in self.parameters.values() if id(part) not in owned]
+        self._averages = [(part, part.detach().to("cpu", copy=True)) for part in free]
 
     def save_for_undo(self, optimizer: Optimizer) -> None:
         """Call before it steps: keeps its parameters and state. Only the first call in a step counts."""
