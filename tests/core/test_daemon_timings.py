@@ -81,6 +81,91 @@ def test_a_planned_move_is_timed_phase_by_phase() -> None:
     assert (migration.steps_redone, migration.stayer_links_reopened) == (0, 0)
 
 
+def moving(cluster: Cluster) -> str:
+    """Rank 1 has flipped away, and its joiner waits for the state."""
+    cluster.held.add("state")
+    migration_id, out = cluster.daemon.request_migration(cluster.now, "j", rank=1, who="root")
+    cluster.do(out)
+    cluster.train()
+    return migration_id
+
+
+def test_a_joiner_whose_report_comes_late_is_waited_for() -> None:
+    """The stayers tell of the last step of the window first; how long the joiner copied is known to the joiner alone."""
+    cluster = running()
+    migration_id = moving(cluster)
+    joiner = cluster.agents["n3"]
+    joiner.connected = False
+    cluster.now += 0.3
+    cluster.held.clear()
+    cluster.settle()
+    after(cluster)
+    assert cluster.ledger.migrations[migration_id].lost_time_s is None
+    joiner.connected = True
+    cluster.pass_time(0.5)
+    migration = cluster.ledger.migrations[migration_id]
+    assert migration.lost_time_s == pytest.approx(0.3)
+    assert migration.phases_s["copy"] == pytest.approx(0.3)
+
+
+def test_copying_begins_when_the_leaver_freezes_if_the_stayers_come_to_their_boundary_later() -> None:
+    cluster = running()
+    leaver = cluster.member(1)
+    migration_id = moving(cluster)
+    flipped_s = leaver.core.stamps["flip"]
+    for rank in (0, 2):
+        cluster.member(rank).core.stamps["flip"] = flipped_s + 0.1
+    cluster.now += 0.3
+    cluster.held.clear()
+    cluster.settle()
+    after(cluster)
+    assert cluster.ledger.migrations[migration_id].phases_s["copy"] == pytest.approx(0.3)
+
+
+def test_a_planned_move_shows_what_the_stayers_and_the_joiner_counted() -> None:
+    """A link between two stayers is counted by both. What a recovery opened before is not of this migration."""
+    cluster = running()
+    for rank in (0, 2):
+        cluster.member(rank).core.count("stayer_links_reopened", 5)
+    cluster.pass_time(0.5)
+    migration_id = moving(cluster)
+    joiner = next(rank for rank in cluster.agents["n3"].ranks() if rank.core.rank == 1)
+    joiner.core.count("state_bytes", 1 << 20)
+    for rank in (0, 2):
+        cluster.member(rank).core.count("stayer_links_reopened", 3)
+        cluster.member(rank).core.count("survivor_links_reopened", 7)
+    cluster.held.clear()
+    cluster.settle()
+    after(cluster)
+    migration = cluster.ledger.migrations[migration_id]
+    assert (migration.stayer_links_reopened, migration.bytes_moved) == (3, 1 << 20)
+
+
+def test_a_recovery_shows_the_links_that_the_survivors_opened_anew() -> None:
+    cluster = running()
+    cluster.held.add("state")
+    cluster.kill_rank(1)
+    for rank in (0, 2):
+        cluster.member(rank).core.count("survivor_links_reopened", 4)
+    cluster.held.clear()
+    cluster.settle()
+    after(cluster)
+    assert cluster.migration().stayer_links_reopened == 4
+
+
+def test_no_downtime_is_less_than_nothing() -> None:
+    """The first step with the joiner was faster than a normal one."""
+    cluster = running()
+    migration_id = moving(cluster)
+    cluster.held.clear()
+    cluster.settle()
+    cluster.now -= STEP_S / 2
+    after(cluster)
+    migration = cluster.ledger.migrations[migration_id]
+    assert (migration.downtime_s, migration.downtime_steps) == (0.0, 0.0)
+    assert migration.lost_time_s == pytest.approx(-STEP_S / 2)
+
+
 def test_lost_time_counts_slow_steps_before_the_switchover_too() -> None:
     """Preparation that slows training is not free, though it is no downtime."""
     cluster = running()
@@ -118,6 +203,8 @@ def test_phases_never_run_backwards_whatever_the_stamps_say() -> None:
     durations = phases(window, first_step_s=12.5)
     assert list(durations) == list(PHASES)
     assert durations == {"detect": 1.0, "select": 0.0, "prepare": 0.0, "install": 1.0, "copy": 0.0, "first_step": 0.5}
+    window.marks["copy"] = 13.0
+    assert phases(window, first_step_s=12.5)["copy"] == 0.5
 
 
 def test_a_normal_step_needs_a_few_samples() -> None:

@@ -233,6 +233,11 @@ class Cluster:
         assert self.over is not None
         return self.over
 
+    def counters(self, rank: int) -> dict[str, int]:
+        """What the last process that held this rank has counted."""
+        statuses = [p.status for p in self._started if p.status is not None and p.status.rank == rank]
+        return statuses[-1].counters
+
     def step_of(self, rank: int) -> int:
         """The next step of the rank's member, -1 while nobody has it."""
         with contextlib.suppress(LookupError):

@@ -64,8 +64,9 @@ class FakeFabric:
     def open(self, membership: Membership, rank: int, deadline_s: float) -> int:
         return len(membership.members) - 1
 
-    def activate(self, epoch: int) -> None:
+    def activate(self, epoch: int) -> int:
         self.live.append(epoch)
+        return 0
 
     def close(self, epoch: int, reason: str) -> None:
         self.closed.append(epoch)

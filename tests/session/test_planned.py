@@ -11,12 +11,14 @@ import pytest
 from tests.session.conftest import Lab
 from tests.session.harness import Cluster
 from tests.session.outcome import Outcome
-from tests.session.training import VARIANTS
+from tests.session.training import VARIANTS, Net
 
 GATE = 3
 STEPS = 10
 LEAVER = "job.2"
 JOINER = "job.4"
+#: Parameters and the two moments of AdamW, in single precision.
+STATE_BYTES = 3 * 4 * sum(parameter.numel() for parameter in Net(set()).parameters())
 
 
 def move_rank_1(cluster: Cluster, standbys: int = 1) -> str:
@@ -41,8 +43,12 @@ def test_a_planned_move_is_bit_identical(variant: tuple[str, ...], lab: Lab) -> 
 
 def test_stayers_keep_their_processes_and_every_link_among_them(lab: Lab) -> None:
     with lab.cluster("links", nodes=4, standbys=1, steps=STEPS, gate=GATE) as cluster:
-        move_rank_1(cluster)
+        migration_id = move_rank_1(cluster)
         assert cluster.run().exit_code == 0, cluster.report()
+        assert [cluster.counters(rank)["stayer_links_reopened"] for rank in (0, 2, 3)] == [0, 0, 0]
+        migration = cluster.migration(migration_id)
+        assert (migration.stayer_links_reopened, migration.bytes_moved) == (0, cluster.counters(1)["state_bytes"])
+        assert migration.bytes_moved > STATE_BYTES
     for rank in (0, 2, 3):
         rows = links_by_step(cluster.folder, rank)
         assert sorted(rows) == list(range(STEPS))

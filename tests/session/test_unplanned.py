@@ -45,6 +45,10 @@ def test_rank_0_is_no_different(lab: Lab, kill: Killing) -> None:
     reference = lab.reference(nodes=3)
     with lab.cluster(nodes=3, standbys=1, faults=kill("backward", rank=0, step=3)) as cluster:
         assert cluster.run().exit_code == 0, cluster.report()
+        (view,) = cluster.core.migrations()
+        assert view.record.bytes_moved == cluster.counters(0)["state_bytes"] > 0
+        reopened = [cluster.counters(rank)["survivor_links_reopened"] for rank in (1, 2)]
+        assert sum(reopened) == 2 * view.record.stayer_links_reopened > 0
     Outcome.of(cluster.folder).assert_same_as(reference)
 
 

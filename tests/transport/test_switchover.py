@@ -62,6 +62,39 @@ def test_stayers_keep_the_descriptors_of_all_links_to_one_another(size: int) -> 
         assert all(node.events.broken == [] for node in made.nodes)
 
 
+def test_no_link_between_stayers_is_opened_anew() -> None:
+    with mesh(5) as made:
+        joiner, stayers, plan = staged(made)
+        assert [node.fabric.switch(plan, 1) for node in stayers] == [0] * 4
+        assert joiner.fabric.activate(1) == 0
+
+
+def test_a_link_between_stayers_that_is_opened_anew_is_counted() -> None:
+    """The plan names rank 3 as a leaver, too, though its process stays: the others open their links to it again."""
+    with mesh(4) as made:
+        joiner = made.add("inc-j", LEAVER)
+        plan = plan_of(made.table(1, r2=joiner), made.table(0), LEAVER, 3)
+        before = [sum(3 in links for links in node.fabric.links().values()) for node in made.nodes[:2]]
+        together([joiner, *made.nodes[:2], made.nodes[3]], lambda node: node.fabric.stage(plan, node.rank, 5.0))
+        assert [node.fabric.switch(plan, 1) for node in made.nodes[:2]] == before
+        assert all(before)
+
+
+def test_every_link_that_a_recovery_opens_anew_is_counted_but_those_to_the_joiner() -> None:
+    with mesh(4) as made:
+        to_stayers = [
+            sum(peer != LEAVER for links in node.fabric.links().values() for peer in links)
+            for node in made.nodes
+            if node.rank != LEAVER
+        ]
+        joiner = made.add("inc-j", LEAVER)
+        members = [joiner, *(node for node in made.nodes[:4] if node.rank != LEAVER)]
+        for node in made.nodes[:4]:
+            node.events.poison(0, "test")
+        together(members, lambda node: node.fabric.open(made.table(1, r2=joiner), node.rank, 5.0))
+        assert [node.fabric.activate(1) for node in members] == [0, *to_stayers]
+
+
 def test_a_stayer_opens_links_to_the_joiner_only_and_only_where_it_is_a_neighbour() -> None:
     with mesh(8) as made:
         joiner = made.add("inc-j", LEAVER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,9 @@ MEDIAN_OF = 64
 MIN_SAMPLES = 3
 #: How many further committed steps belong to the window of a migration.
 STEPS_AFTER = 5
+#: What the ranks count of links that were opened anew between members that stayed: a recovery opens all of them, a planned
+#: move none. Both ends of a link count it.
+REOPENED: dict[MigrationKind, str] = {"planned": "stayer_links_reopened", "unplanned": "survivor_links_reopened"}
 
 
 class CommitLog:
@@ -118,22 +122,23 @@ def open_window(kind: MigrationKind, started_s: float, commits: CommitLog, proce
 
 def phases(window: Window, first_step_s: float) -> dict[str, float]:
     """Seconds in each of PHASES. A phase lasts from the end of the one before to its own mark; a missing mark is a phase of no
-    length. In a planned migration copying begins with the flip: waiting for the vote that carries it costs nobody anything."""
+    length, and nothing is later than the first step (a stamp that is later belongs to what came next). In a planned migration
+    copying begins with the flip: waiting for the vote that carries it costs nobody anything."""
     durations = {}
     previous = window.started_s
     marks = {**window.marks, "first_step": first_step_s}
     for phase in PHASES:
         if phase == "copy":
             previous = max(previous, window.marks.get("flip", previous))
-        end = max(previous, marks.get(phase, previous))
+        end = max(previous, min(marks.get(phase, previous), first_step_s))
         durations[phase] = end - previous
         previous = end
     return durations
 
 
-def _mark_from_reports(window: Window, holders: Iterable[Process]) -> None:
-    """Moments that the ranks stamped themselves."""
-    for process in holders:
+def _mark_from_reports(window: Window, processes: Iterable[Process]) -> None:
+    """Moments that the ranks stamped themselves: those that hold the roles now, and the leavers."""
+    for process in processes:
         stamps = process.report.stamps
         joins = process.incarnation in window.joiners
         if joins:
@@ -156,19 +161,20 @@ def _grown(window: Window, holders: Iterable[Process], counter: str) -> list[int
 
 
 def complete(
-    window: Window, migration: MigrationRecord, commits: CommitLog, holders: list[Process]
+    window: Window, migration: MigrationRecord, commits: CommitLog, holders: list[Process], leavers: list[Process]
 ) -> tuple[dict[str, Any], bool]:
     """The changes to the migration's record as far as they can be told, and whether they are final.
 
-    downtime = last commit before to first commit after, minus a normal step.
-    lost time = the excess over normal of all steps of the window, which ends STEPS_AFTER steps after.
+    downtime = last commit before to first commit after, minus a normal step, and never less than nothing.
+    lost time = the excess over normal of all steps of the window, which ends STEPS_AFTER steps after; noise may make it negative.
+    It is final once every holder has told of the last step of the window: what each has stamped and counted is known then.
     """
     if window.epoch is None:
         return {}, False
     after = commits.first_in(window.epoch)
     if after is None:
         return {}, False
-    _mark_from_reports(window, holders)
+    _mark_from_reports(window, [*holders, *(leavers if window.kind == "planned" else [])])
     normal = window.normal_step_s
     if normal is None:
         normal = commits.normal_step_since(after.step)
@@ -176,7 +182,7 @@ def complete(
         "phases_s": phases(window, after.time_s),
         "normal_step_s": normal,
         "steps_redone": max([0, *_grown(window, holders, "steps_redone")]),
-        "stayer_links_reopened": sum(_grown(window, holders, "stayer_links_reopened")),
+        "stayer_links_reopened": math.ceil(sum(_grown(window, holders, REOPENED[window.kind])) / 2),
         "bytes_moved": sum(
             process.report.counters.get("state_bytes", 0) for process in holders if process.incarnation in window.joiners
         ),
@@ -186,7 +192,7 @@ def complete(
         changes["record_origin"] = ", ".join(sorted(origins))
     before = commits.before(after.step)
     if before is not None and normal is not None:
-        downtime_s = (after.time_s - before.time_s) - (after.step - before.step) * normal
+        downtime_s = max(0.0, (after.time_s - before.time_s) - (after.step - before.step) * normal)
         changes |= {"downtime_s": downtime_s, "downtime_steps": downtime_s / normal if normal > 0 else None}
     last = commits.first_from(after.step + STEPS_AFTER)
     if last is None:
@@ -194,4 +200,4 @@ def complete(
     if window.first is not None and normal is not None:
         steps = last.step - window.first.step
         changes["lost_time_s"] = (last.time_s - window.first.time_s) - steps * normal
-    return changes, True
+    return changes, all(process.report.next_step > last.step for process in holders)

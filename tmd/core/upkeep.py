@@ -21,7 +21,8 @@ def measure(job: Job, now: float) -> None:
         migration = job.migrations[migration_id]
         if migration.ended_s is None:
             continue
-        changes, final = complete(window, migration, job.commits, holders)
+        leavers = [job.processes[incarnation] for incarnation in migration.leavers.values()]
+        changes, final = complete(window, migration, job.commits, holders, leavers)
         if changes and (final or migration.downtime_s is None or job.over):
             job.set_migration(migration_id, **changes)
         if final or job.over:

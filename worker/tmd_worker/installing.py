@@ -129,13 +129,13 @@ class Installer:
             raise TransferBroken(f"nobody holds the state of rank {rank}")
         fields = {"rank": rank, "step": step, "epoch": epoch}
         with self._fabric.connect(members[source.replica_rank], "state", fields, CONNECT_TIMEOUT_S) as sock:
-            manifest = receive_state(sock, self._tracked, STATE_TIMEOUT_S, per_rank=False)
+            manifest = receive_state(sock, self._tracked, STATE_TIMEOUT_S, per_rank=False, received=self._received)
         if manifest.step != step:
             raise TransferBroken(f"rank {source.replica_rank} sent its state before step {manifest.step}, expected {step}")
         record = tail = None
         if source.record_rank is not None:
             with self._fabric.connect(members[source.record_rank], "record", fields, CONNECT_TIMEOUT_S) as sock:
-                record, tail = receive_record(sock, step - 1, STATE_TIMEOUT_S)
+                record, tail = receive_record(sock, step - 1, STATE_TIMEOUT_S, received=self._received)
         return self._tracked.adopt_record(record, tail, manifest)
 
     def _report_no_state(self, epoch: int, rank: int, error: Exception) -> None:
@@ -175,8 +175,8 @@ class Installer:
                 self._subscription = (plan.plan_id, sock)
             self._await_flip(sock, plan)
             faults.point("state.loading")
-            manifest = receive_state(sock, self._tracked, STATE_TIMEOUT_S, per_rank=True)
-            record, tail = receive_record(sock, manifest.step - 1, STATE_TIMEOUT_S)
+            manifest = receive_state(sock, self._tracked, STATE_TIMEOUT_S, per_rank=True, received=self._received)
+            record, tail = receive_record(sock, manifest.step - 1, STATE_TIMEOUT_S, received=self._received)
         if record is not None:
             self._inherited.put(plan.successor.epoch, manifest.step - 1, record)
             if tail is not None:
@@ -190,6 +190,10 @@ class Installer:
             word = sock.recv(1)
         if word != FLIPPED:
             raise TransferBroken(f"the leaver called plan {plan.plan_id} off before its flip")
+
+    def _received(self, size_bytes: int) -> None:
+        with self._runtime.changed:
+            self._runtime.core.count("state_bytes", size_bytes)
 
     # ---------------------------------------------------------------- the role
 

@@ -217,7 +217,7 @@ class Runtime:
             case OpenLinks(membership, rank):
                 self._installer.open(membership, rank)
             case ActivateLinks(epoch):
-                self._fabric.activate(epoch)
+                self.core.count("survivor_links_reopened", self._fabric.activate(epoch))
             case StageLinks(plan, rank):
                 self._installer.stage(plan, rank)
             case DropStaged(plan_id):
@@ -225,7 +225,7 @@ class Runtime:
                 self._fabric.drop_staged(plan_id)
             case SwitchLinks(plan, epoch):
                 faults.point("flip")
-                self._fabric.switch(plan, epoch)
+                self.core.count("stayer_links_reopened", self._fabric.switch(plan, epoch))
             case RetireLinks(epoch):
                 self._fabric.retire(epoch)
             case TakeRole(rank):

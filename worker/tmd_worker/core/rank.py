@@ -188,6 +188,10 @@ class RankCore:
         self.error = error[-16_384:]
         return self._changed()
 
+    def count(self, name: str, number: int) -> None:
+        """The shell has counted something that is worth showing; the next status tells it."""
+        self.counters[name] += number
+
     def heartbeat(self) -> list[Instruction]:
         """Time to tell the daemon that all is well, and to look again at what it wants."""
         if self._order is not None and not self._finished:

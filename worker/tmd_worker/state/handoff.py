@@ -9,6 +9,7 @@ is well. `deadline_s` bounds the time in which nothing at all moves.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -49,9 +50,16 @@ def send_state(sock: socket.socket, manifest: Manifest, tensors: list[torch.Tens
         _hear(stream, "the word that all has arrived")
 
 
-def receive_state(sock: socket.socket, tracked: Tracked, deadline_s: float, *, per_rank: bool) -> Manifest:
-    """Returns the manifest of what is in place now (`step`, `total_bytes`, the source's record)."""
-    with Stream(sock, deadline_s) as stream:
+def receive_state(
+    sock: socket.socket,
+    tracked: Tracked,
+    deadline_s: float,
+    *,
+    per_rank: bool,
+    received: Callable[[int], None] = lambda _: None,
+) -> Manifest:
+    """Returns the manifest of what is in place now (`step`, `total_bytes`, the source's record). `received`: see Stream."""
+    with Stream(sock, deadline_s, received) as stream:
         try:
             manifest = _decoded(stream.receive_frame("the manifest"), Manifest, "the manifest")
             plan = tracked.prepare_load(manifest, per_rank=per_rank)
@@ -78,10 +86,12 @@ def send_record(sock: socket.socket, step: int, record: bytes | None, tail: byte
         stream.send_frame(f"the record of step {step}", msgspec.msgpack.encode(_Records(step, record, tail)))
 
 
-def receive_record(sock: socket.socket, step: int, deadline_s: float) -> tuple[bytes | None, bytes | None]:
+def receive_record(
+    sock: socket.socket, step: int, deadline_s: float, *, received: Callable[[int], None] = lambda _: None
+) -> tuple[bytes | None, bytes | None]:
     """(record, tail) of `step`. Raises TransferBroken, also if the record is of another step."""
     what = f"the record of step {step}"
-    with Stream(sock, deadline_s) as stream:
+    with Stream(sock, deadline_s, received) as stream:
         records = _decoded(stream.receive_frame(what), _Records, what)
     if records.step != step:
         raise TransferBroken(f"the record of step {records.step} came where {what} is expected; nothing was changed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import torch
@@ -28,11 +28,14 @@ _MAGIC = b"TMDS"
 
 
 class Stream:
-    """Borrows the socket while it is entered; its timeout is put back afterwards."""
+    """Borrows the socket while it is entered; its timeout is put back afterwards. `received` is told at the end how many bytes
+    have come, whether they were of use or not."""
 
-    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
+    def __init__(self, sock: socket.socket, deadline_s: float, received: Callable[[int], None] = lambda _: None) -> None:
         self._sock = sock
         self._deadline_s = deadline_s
+        self._received = received
+        self._received_bytes = 0
         self._timeout_before = sock.gettimeout()
 
     def __enter__(self) -> Stream:
@@ -40,6 +43,7 @@ class Stream:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._received(self._received_bytes)
         if self._sock.fileno() >= 0:
             self._sock.settimeout(self._timeout_before)
 
@@ -102,6 +106,7 @@ class Stream:
             if received == 0:
                 missing = sum(len(view) for view in views)
                 raise TransferBroken(f"the link closed while receiving {what}: {missing} bytes of this part are missing")
+            self._received_bytes += received
             views = _after(views, received)
 
     def _broken(self, what: str, doing: str, error: OSError) -> TransferBroken:

@@ -50,6 +50,21 @@ class LinkSet:
         self.links.update(opened)
         return len(sockets)
 
+    def reopened(self, before: LinkSet) -> int:
+        """How many links of `before` to processes that are still members were opened anew. Both ends of a link count it."""
+        stays = {
+            peer
+            for peer, member in self.membership.members.items()
+            if member.incarnation == before.membership.members[peer].incarnation
+        }
+        return sum(
+            link is not before.links[name].get(peer, link)
+            for name, links in self.links.items()
+            if name in before.links
+            for peer, link in links.items()
+            if peer in stays
+        )
+
     def succeed(self, successor: LinkSet, leavers: frozenset[int]) -> tuple[LinkSet, list[Link]]:
         """This set after the flip: links to leavers replaced by the successor's, the others kept. Also returns the replaced."""
         replaced = []

@@ -61,6 +61,8 @@ class Fabric:
         self._tables = Tables(incarnation)
         self._groups: dict[str, Group] = {}
         self._live: LinkSet | None = None
+        #: The live links, or those that were live last.
+        self._ran: LinkSet | None = None
         #: Opened for an epoch ahead, and staged for a plan.
         self._opened: dict[int, LinkSet] = {}
         self._staged: dict[int, LinkSet] = {}
@@ -180,25 +182,26 @@ class Fabric:
 
     # ---------------------------------------------------------------- epochs come and go
 
-    def activate(self, epoch: int) -> None:
-        """What was opened or staged for this epoch becomes live in every group."""
+    def activate(self, epoch: int) -> int:
+        """What was opened or staged for this epoch becomes live in every group. Returns how many of these links had to be opened
+        anew although both ends were members before (0 in the first epoch of this process)."""
         with self._lock:
             if self.is_closed(epoch):
-                return
+                return 0
             links = self._opened.pop(epoch, None)
             for plan_id, staged in list(self._staged.items()):
                 if links is None and staged.epoch == epoch:
                     links = self._staged.pop(plan_id)
-            if links is not None:
-                self._go_live(links)
+            return self._go_live(links) if links is not None else 0
 
-    def switch(self, plan: Plan, epoch: int) -> None:
-        """The flip on a stayer, at a quiet boundary: staged links replace the leavers', kept ones go on in `epoch`."""
+    def switch(self, plan: Plan, epoch: int) -> int:
+        """The flip on a stayer, at a quiet boundary: staged links replace the leavers', kept ones go on in `epoch`. Returns how
+        many links between stayers are not the ones of before: none, if the plan names nobody as a leaver who stays."""
         leavers = frozenset(plan.leavers)
         with self._lock:
             before, staged = self._live, self._staged.get(plan.plan_id)
             if before is None or staged is None or before.epoch != plan.base_epoch:
-                return
+                return 0
             del self._staged[plan.plan_id]
             after, replaced = before.succeed(staged, leavers)
             replaced += self.pairs.switch(epoch, leavers)
@@ -206,11 +209,12 @@ class Fabric:
             for link in replaced:
                 link.ignored = True
                 self._watcher.remove(link)
-            self._go_live(after)
+            return self._go_live(after)
 
-    def _go_live(self, links: LinkSet) -> None:
-        """The lock is held."""
-        self._live = links
+    def _go_live(self, links: LinkSet) -> int:
+        """The lock is held. Returns how many links between members that stay were opened anew."""
+        reopened = links.reopened(self._ran) if self._ran is not None else 0
+        self._live = self._ran = links
         self._tables.activate(links.epoch)
         for link in links.all_links():
             link.ignored = False
@@ -219,6 +223,7 @@ class Fabric:
             if group.name in links.links:
                 group.table = group.table_of(links.epoch, links.links[group.name])
         self.buddy.activate(links.epoch, links.links.get(BUDDY_GROUP, {}))
+        return reopened
 
     def retire(self, epoch: int) -> None:
         """Closes the leavers' links that the switch to `epoch` left unused."""
