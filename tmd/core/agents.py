@@ -95,7 +95,7 @@ def admit(job: Job, now: float, hello: AgentHello) -> Agent:
     agent.labels = dict(hello.labels)
     agent.connected = True
     agent.reported = False
-    agent.heard_s = now
+    agent.connected_s = agent.heard_s = now
     agent.sent = None
     job.stale = True
     old = job.nodes.get(hello.node)

@@ -47,6 +47,8 @@ class Attempt:
     since_s: float
     #: Attempts of this recovery that failed before this one.
     number: int = 1
+    #: When a survivor was last seen in its step: the time for installing counts from there.
+    busy_s: float = 0.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,6 +91,9 @@ class Job:
         #: When the daemon last heard of a new committed step.
         self.progress_s = 0.0
         self.live_since_s = 0.0
+        #: When many agents were silent at once, and when all were, for the last time.
+        self.doubted_s = float("-inf")
+        self.all_away_s = float("-inf")
         #: Since when a role has been without a holder, None if every one has one.
         self.vacant_since_s: float | None = None
         #: How often the ranks of a position were started again before the job had started.
@@ -180,6 +185,18 @@ class Job:
     def flying(self) -> MigrationRecord | None:
         """The migration of the outstanding plan."""
         return self.migrations.get(self.record.plan.migration_id) if self.record.plan is not None else None
+
+    def is_connected(self, process: Process) -> bool:
+        """Its agent is connected, whether it says anything or not."""
+        agent = self.agents.get(process.record.agent_id)
+        return agent is not None and agent.connected
+
+    def silence_s(self, process: Process, now: float) -> float:
+        """For how long nothing was heard of a process's agent: since its connection closed, or since its last word."""
+        agent = self.agents.get(process.record.agent_id)
+        if agent is None:
+            return now
+        return now - (agent.heard_s if agent.connected else agent.gone_s)
 
     def has_flipped_away(self, process: Process) -> bool:
         """It is a leaver of a plan that has flipped: the steps go on without it."""

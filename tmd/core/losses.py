@@ -143,6 +143,7 @@ def lose_agent(job: Job, now: float, agent: Agent, reason: str, cause: int | Non
 def note_silence(job: Job, now: float, suspects_itself: Callable[[], bool]) -> None:
     """Declares agents lost that have been away or silent for too long in a job that stands still."""
     plays = {process.record.agent_id for process in job.holders().values()}
+    hopeless_until = _when_all_are_away(job, now, plays)
     for agent in list(job.agents.values()):
         if not agent.serves:
             continue
@@ -152,18 +153,29 @@ def note_silence(job: Job, now: float, suspects_itself: Callable[[], bool]) -> N
             continue
         if agent.connected and agent.agent_id not in plays:
             continue
-        deadline, reason = _deadline(job, agent, standby=agent.agent_id not in plays)
+        corroborated = not agent.connected and _peers_name(job, agent)
+        deadline, reason = _deadline(job, agent, corroborated=corroborated, standby=agent.agent_id not in plays)
+        if not corroborated:
+            deadline = max(deadline, hopeless_until)
+            if now >= deadline and _doubts(job, now, suspects_itself):
+                deadline += job.settings.heartbeat_timeout_s
         if now < deadline:
             job.wake_at(deadline)
             continue
-        if not (agent.connected is False and _peers_name(job, agent)) and suspects_itself():
-            deadline += job.settings.heartbeat_timeout_s
-            if now < deadline:
-                job.wake_at(deadline)
-                text = "many agents are silent at once: the fault may be the daemon's, so they get as long again"
-                job.say_once(now, job.job_id, f"suspect {deadline:.3f}", text)
-                continue
         lose_agent(job, now, agent, reason)
+
+
+def _when_all_are_away(job: Job, now: float, plays: set[str]) -> float:
+    """If of several agents with members not one is heard, nobody could be brought to recover: they get as long as survivors
+    hold by themselves, and once one is heard again the others get some time, too. Until when that is."""
+    settings = job.settings
+    agents = [job.agents[agent_id] for agent_id in plays]
+    away = [not agent.connected or now - agent.heard_s >= settings.heartbeat_timeout_s / 2 for agent in agents]
+    if len(agents) > 1 and all(away):
+        job.all_away_s = now
+        job.wake_at(now + settings.heartbeat_s)
+        return max(agent.heard_s for agent in agents) + settings.hold_limit_s
+    return job.all_away_s + settings.heartbeat_timeout_s
 
 
 def _note_down(job: Job, now: float, agent: Agent) -> None:
@@ -175,7 +187,19 @@ def _note_down(job: Job, now: float, agent: Agent) -> None:
     lose_agent(job, now, agent, f"the resource manager says that {agent.node} is down", job.last_about(agent.node))
 
 
-def _deadline(job: Job, agent: Agent, *, standby: bool) -> tuple[float, str]:
+def _doubts(job: Job, now: float, suspects_itself: Callable[[], bool]) -> bool:
+    """Many agents are silent at once, or were until just now: when the daemon's own trouble ends they do not all speak in the
+    same moment."""
+    if suspects_itself():
+        if now - job.doubted_s >= job.settings.heartbeat_timeout_s:
+            text = "many agents are silent at once: the fault may be the daemon's, so they get as long again"
+            job.tell(now, job.job_id, "notice", text)
+        job.doubted_s = now
+        job.wake_at(now + job.settings.heartbeat_s)
+    return now - job.doubted_s < job.settings.heartbeat_timeout_s
+
+
+def _deadline(job: Job, agent: Agent, *, corroborated: bool, standby: bool) -> tuple[float, str]:
     """When this agent counts as lost, and why. A rank whose votes commit is alive, whatever the heartbeats say."""
     settings = job.settings
     if agent.connected:
@@ -184,7 +208,7 @@ def _deadline(job: Job, agent: Agent, *, standby: bool) -> tuple[float, str]:
     else:
         since, patience_s = agent.gone_s, settings.hold_limit_s if standby else settings.agent_grace_s
         reason = "the connection of its agent closed"
-        if _peers_name(job, agent):
+        if corroborated:
             return since, reason + " and its peers lost their links to it"
     deadline = since + patience_s
     if not job.called_off and not job.fresh and not standby:
@@ -214,7 +238,7 @@ def silent_rank(job: Job, now: float) -> Process | None:
             continue
         if now - agent.heard_s >= settings.heartbeat_timeout_s / 2:
             continue  # the agent is what is silent
-        deadline = max(process.heard_s, job.progress_s) + patience_s
+        deadline = max(process.heard_s, job.progress_s, agent.connected_s) + patience_s
         if now >= deadline:
             return process
         job.wake_at(deadline)

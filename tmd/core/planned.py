@@ -111,14 +111,15 @@ def _write_plan(job: Job, now: float, migration: MigrationRecord, chosen: dict[i
 
 
 def take_evidence(job: Job, now: float) -> None:
-    """What the ranks' reports show of the outstanding plan: that it has flipped, or that a step was committed after it."""
+    """What the ranks' reports show of the outstanding plan: that it has flipped, or that a step was committed after it. The
+    latter counts in a recovery, too; of a flip alone the recovery makes what is best (see `settle`)."""
     plan, flight = job.record.plan, job.flight
-    if plan is None or flight is None or job.called_off:
+    if plan is None or flight is None:
         return
     processes = [*job.holders().values(), *joiners(job).values()]
     if any(process.report.committed_epoch >= plan.successor.epoch for process in processes):
         _complete(job, now)
-    elif flight.flipped_s is None and any(_shows_flip(process, plan) for process in processes):
+    elif flight.flipped_s is None and not job.called_off and any(_shows_flip(process, plan) for process in processes):
         _note_flip(job, now, flight)
 
 
@@ -131,7 +132,7 @@ def watch(job: Job, now: float) -> str:
         return _watch_copy(job, now, flight, flight.flipped_s)
     if flight.withdrawn:
         return _conclude_withdrawal(job, now, flight)
-    trouble = _joiner_trouble(job) or _staging_trouble(job)
+    trouble = _joiner_trouble(job, now) or _staging_trouble(job)
     if trouble is not None:
         return withdraw(job, now, trouble, retry=True)
     deadline = flight.since_s + job.settings.plan_timeout_s
@@ -176,7 +177,7 @@ def _shows_flip(process: Process, plan: Plan) -> bool:
     return report.flipped_plan == plan.plan_id or max(report.run_epoch, report.live_epoch) >= plan.successor.epoch
 
 
-def _joiner_trouble(job: Job) -> str | None:
+def _joiner_trouble(job: Job, now: float) -> str | None:
     """Why a joiner cannot go on, or None."""
     plan = job.record.plan
     assert plan is not None
@@ -184,9 +185,13 @@ def _joiner_trouble(job: Job) -> str | None:
         if not process.active:
             return f"the joiner {process.incarnation} on {process.node} was lost: {process.record.reason}"
         if process.report.dropped_plan >= plan.plan_id or process.report.failed_epoch >= plan.successor.epoch:
-            return (
-                f"the joiner {process.incarnation} on {process.node} stepped back: {process.report.reason or 'no reason given'}"
-            )
+            why = process.report.reason or "no reason given"
+            return f"the joiner {process.incarnation} on {process.node} stepped back: {why}"
+        patience_s = job.settings.heartbeat_timeout_s if job.is_connected(process) else job.settings.agent_grace_s
+        silence_s = job.silence_s(process, now)
+        if silence_s >= patience_s:
+            return f"the agent of the joiner {process.incarnation} on {process.node} has been away for {silence_s:.1f} s"
+        job.wake_at(now + patience_s - silence_s)
     return None
 
 
@@ -218,7 +223,7 @@ def _watch_copy(job: Job, now: float, flight: Flight, flipped_s: float) -> str:
     """Between the flip and the first yes with the joiner: any trouble now is a recovery, in which the leaver can go on."""
     migration = job.flying()
     assert migration is not None
-    trouble = _joiner_trouble(job)
+    trouble = _joiner_trouble(job, now)
     deadline = flipped_s + job.settings.plan_timeout_s
     job.wake_at(deadline)
     if trouble is None and now >= deadline:
@@ -242,6 +247,8 @@ def _complete(job: Job, now: float) -> None:
     lost = {rank: process for rank, process in arrived.items() if not process.active}
     for rank, process in arrived.items():
         job.give_role(rank, process)
+        if job.recovery is not None:
+            job.recovery.lost.pop(rank, None)
         if process.active:
             job.set_process(now, process, state="member")
     job.evolve(now, epoch=plan.successor.epoch, table=plan.successor, plan=None, armed=False)

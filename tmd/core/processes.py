@@ -109,6 +109,7 @@ class Agent:
     connected: bool = False
     #: It has sent its whole status since it connected.
     reported: bool = False
+    connected_s: float = 0.0
     heard_s: float = 0.0
     gone_s: float = 0.0
     version: int = -1

@@ -71,19 +71,23 @@ def _witnesses(job: Job) -> list[Process]:
 
 
 def _wait_for_reports(job: Job, now: float) -> str | None:
-    """A sentence while a living witness owes its final report; who owes it for too long is lost."""
+    """A sentence while a living witness owes its final report. Who owes it for too long is lost; if its agent is what is away,
+    losses.py says when that is a loss."""
     recovery = job.recovery
     assert recovery is not None
     owing = [process for process in _witnesses(job) if not _has_reported(job, process)]
     if not owing:
         return None
     deadline = recovery.since_s + job.settings.report_timeout_s
-    job.wake_at(deadline)
     if now < deadline:
+        job.wake_at(deadline)
         return f"waiting for the report of {', '.join(job.name(process) for process in owing[:4])}"
     for process in owing:
-        lose(job, now, process, f"it did not report for {job.settings.report_timeout_s:g} s", recovery.cause)
-    return None
+        speaks = job.is_connected(process) and job.silence_s(process, now) < job.settings.heartbeat_timeout_s / 2
+        if speaks or process.record.state == "joiner":
+            lose(job, now, process, f"it did not report for {job.settings.report_timeout_s:g} s", recovery.cause)
+    away = [process.node for process in owing if process.active]
+    return f"waiting for the agents of {', '.join(sorted(set(away)))}" if away else None
 
 
 def _has_reported(job: Job, process: Process) -> bool:
