@@ -45,7 +45,7 @@ class Attempt:
 
     install: Install
     since_s: float
-    #: Attempts of this recovery that failed before this one.
+    #: 1 for the first of a recovery.
     number: int = 1
     #: When a survivor was last seen in its step: the time for installing counts from there.
     busy_s: float = 0.0
