@@ -38,6 +38,19 @@ def test_a_loop_that_is_left_early_is_a_failure_that_says_what_to_do(lab: Lab) -
         assert "let the loop over session.steps run to its end" in over.reason
 
 
+def test_a_collective_after_the_vote_is_refused_with_what_to_do(lab: Lab) -> None:
+    with lab.cluster("careless", nodes=2) as cluster:
+        over = cluster.run()
+        assert over.exit_code == 1
+        assert "session.log_only()" in over.reason
+
+
+def test_collectives_after_the_last_step_are_those_of_pytorch(lab: Lab) -> None:
+    with lab.cluster("evaluate", nodes=3) as cluster:
+        assert cluster.run().exit_code == 0, cluster.report()
+        assert len(Outcome.of(cluster.folder).digests) == 3
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_script_is_plain_pytorch_without_a_daemon(world_size: int, tmp_path: Path) -> None:
     """torchrun's variables suffice; alone, not even those are needed."""

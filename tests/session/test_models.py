@@ -23,6 +23,19 @@ def test_averages_with_batch_statistics_take_a_discarded_step_once(lab: Lab, kil
     lose_a_rank("backward", ("batchnorm", "ema_module"), lab, kill)
 
 
+@pytest.mark.parametrize("moment", ["backward", "vote.decided", "tail"])
+def test_a_mean_that_is_only_logged_may_follow_the_vote(moment: str, lab: Lab, kill: Killing) -> None:
+    """The others may log NaN for the step in which a rank is lost; what they train is the same."""
+    reference = lab.reference("mean_loss", nodes=3, steps=10)
+    with lab.cluster("mean_loss", nodes=3, standbys=1, steps=10, faults=kill(moment, rank=1, step=4)) as cluster:
+        assert cluster.run().exit_code == 0, cluster.report()
+        assert cluster.faults_fired() == 1
+    outcome = Outcome.of(cluster.folder)
+    assert outcome.digests == reference.digests
+    differing = {step for (rank, step), loss in outcome.losses.items() if loss != reference.losses[rank, step]}
+    assert differing <= {4}
+
+
 def test_random_numbers_drawn_after_the_vote_by_a_rank_that_is_lost_there_are_missed_and_the_job_says_so(
     lab: Lab, kill: Killing
 ) -> None:

@@ -41,6 +41,13 @@ def test_a_planned_move_is_bit_identical(variant: tuple[str, ...], lab: Lab) -> 
     Outcome.of(cluster.folder).assert_same_as(reference)
 
 
+def test_only_the_joiner_is_told_of_a_role(lab: Lab) -> None:
+    with lab.cluster(nodes=3, standbys=1, steps=STEPS, gate=GATE) as cluster:
+        move_rank_1(cluster)
+        assert cluster.run().exit_code == 0, cluster.report()
+        assert [path.name for path in cluster.folder.glob("role-*.txt")] == ["role-1.txt"]
+
+
 def test_stayers_keep_their_processes_and_every_link_among_them(lab: Lab) -> None:
     with lab.cluster("links", nodes=4, standbys=1, steps=STEPS, gate=GATE) as cluster:
         migration_id = move_rank_1(cluster)

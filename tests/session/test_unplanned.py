@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.session.conftest import Killing, Lab
 from tests.session.outcome import Outcome
+from tmd.core.settings import CoreSettings
 
 #: From the first line of a step to its last, in the order in which a rank passes them.
 MOMENTS = [
@@ -121,6 +124,22 @@ def test_a_whole_node_is_lost(lab: Lab) -> None:
         assert cluster.run().exit_code == 0, cluster.report()
         assert cluster.core.job("job").record.approximations == ()
     Outcome.of(cluster.folder).assert_same_as(reference, unlogged=2)
+
+
+def test_a_step_may_take_longer_than_an_installation(lab: Lab) -> None:
+    """The survivors stand in the middle of step 3 for three times as long; nobody is given up for it."""
+    reference = lab.reference("batchnorm", nodes=3)
+    settings = CoreSettings(install_timeout_s=1.0)
+    with lab.cluster("batchnorm", nodes=3, standbys=1, gate=3, settings=settings) as cluster:
+        cluster.stand_at_gate(standbys=1, step=3)
+        cluster.kill(cluster.member(1))
+        cluster.run_until(lambda: cluster.core.sentences()["job"] == "installing epoch 1: rank 0, 2 still in a step")
+        step_ends_s = time.monotonic() + 3.0
+        cluster.run_until(lambda: time.monotonic() > step_ends_s)
+        cluster.open_gate()
+        assert cluster.run().exit_code == 0, cluster.report()
+        assert cluster.core.job("job").record.epoch == 1
+    Outcome.of(cluster.folder).assert_same_as(reference)
 
 
 def test_a_link_that_flaps_costs_no_standby(lab: Lab) -> None:

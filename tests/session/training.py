@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -104,6 +105,7 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
     session.track(model=model, optimizer=optimizer, schedule=schedule, averaged=averaged, scaler=scaler, data=Batches())
     if "ema_module" in variants:
         session.track(ema=ema)
+    session.on_role(lambda rank: (folder / f"role-{rank}.txt").write_text(str(rank)))
     torch.manual_seed(1000 + session.rank)
     np.random.seed(session.rank)
     random.seed(session.rank)
@@ -129,6 +131,11 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
         ema.update_parameters(net)
         if "noisy_tail" in variants:
             torch.rand(1)
+        if "mean_loss" in variants:
+            with session.log_only():
+                dist.all_reduce(loss)
+        if "careless" in variants:
+            dist.all_reduce(loss)
         if "break" in variants and step.index == 3:
             break
         if step.committed and "links" in variants:
@@ -136,6 +143,10 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
         if step.committed:
             write_loss(folder, session.rank, step.index, loss)
     digest = session.digest()
+    if "evaluate" in variants:
+        seen = torch.ones(())
+        dist.all_reduce(seen)
+        assert seen.item() == session.world_size
     (folder / f"digest-{session.rank}.txt").write_text(json.dumps(digest, sort_keys=True))
 
 
