@@ -27,6 +27,7 @@ class ScriptedCore(DaemonCore):
     def __init__(self) -> None:
         super().__init__(CoreSettings(), generation=1)
         self.statuses: list[int] = []
+        self.held_up_s: list[float] = []
         self.ticks = 0
         self.deadline: float | None = None
 
@@ -38,6 +39,10 @@ class ScriptedCore(DaemonCore):
         self.ticks += 1
         self.deadline = None
         return []
+
+    def held_up(self, now: float, seconds: float) -> None:
+        assert not self.statuses, "told after an event that had waited"
+        self.held_up_s.append(seconds)
 
     def next_deadline(self) -> float | None:
         return self.deadline
@@ -168,6 +173,25 @@ async def test_while_the_ledger_cannot_be_written_nothing_is_done_and_then_every
     assert rig.journal.lines[1].startswith("a1 with events [1")
     assert rig.journal.lines[3] == "a2 with events [1, 2]"
     assert rig.loop.failing_since_s is None
+
+
+async def test_after_a_blocked_write_the_core_is_told_before_it_hears_what_has_waited(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "TICK_LONGEST_S", 0.05)
+    monkeypatch.setattr(loop_module, "HELD_UP_S", 0.3)
+    rig.start()
+    await rig.loop.ask(lambda now: (None, []))
+    other = rig.block_ledger()
+    rig.loop.post(lambda now: decision(1, "a1"))
+    await until(lambda: rig.loop.failing_since_s is not None, "the loop waits for the ledger")
+    rig.loop.post_status(AgentStatus(agent_id="a", version=1, time_s=0.0))
+    await asyncio.sleep(0.35)
+    other.execute("COMMIT")
+    other.close()
+    await until(lambda: rig.core.statuses == [1], "the status is heard")
+    assert len(rig.core.held_up_s) == 1
+    assert rig.core.held_up_s[0] >= 0.3
 
 
 async def test_of_statuses_that_wait_only_the_newest_of_each_agent_counts(rig: Rig) -> None:

@@ -7,7 +7,7 @@ This module takes events to the jobs that they are about. What a job then does i
 
 from __future__ import annotations
 
-from tmd.core import agents, directives, forming, intake, invariants, requests, restore, show
+from tmd.core import agents, directives, forming, intake, invariants, requests, restore, show, upkeep
 from tmd.core.ending import EXIT_CANCELLED, fail_job
 from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, WelcomeAgent
 from tmd.core.job import Job
@@ -156,6 +156,13 @@ class DaemonCore:
         """Acts on every deadline that has passed and reconciles every job."""
         self._begin(now)
         return self._carry_on(now, *self._jobs.values())
+
+    def held_up(self, now: float, seconds: float) -> None:
+        """The daemon itself has heard and done nothing for so long: nobody's silence in that time counts. To be told before any
+        event that has waited meanwhile; asks for nothing."""
+        self._begin(now)
+        for job in self._jobs.values():
+            upkeep.excuse_silence(job, now, seconds)
 
     def next_deadline(self) -> float | None:
         """When tick is wanted at the latest. A restarted daemon wants one at once, to learn the time."""

@@ -1,4 +1,5 @@
-"""What runs beside a job's main course: figures of migrations, retired processes that will not go, nodes to be released."""
+"""What runs beside a job's main course: figures of migrations, retired processes that will not go, nodes to be released, and
+the time in which the daemon itself was away."""
 
 from __future__ import annotations
 
@@ -39,6 +40,20 @@ def chase_retired(job: Job, now: float) -> None:
         else:
             process.leave_until_s = None
             job.stale = True
+
+
+def excuse_silence(job: Job, now: float, seconds: float) -> None:
+    """What is counted from somebody's last word, or from an order to them, counts that much later."""
+    for agent in job.agents.values():
+        agent.heard_s = min(now, agent.heard_s + seconds)
+    for process in job.processes.values():
+        process.heard_s = min(now, process.heard_s + seconds)
+    job.progress_s = min(now, job.progress_s + seconds)
+    job.finishing_since_s = min(now, job.finishing_since_s + seconds)
+    if job.recovery is not None:
+        job.recovery.since_s = min(now, job.recovery.since_s + seconds)
+    if job.attempt is not None:
+        job.attempt.since_s = min(now, job.attempt.since_s + seconds)
 
 
 def release_nodes(job: Job) -> list[ReleaseNode]:

@@ -34,6 +34,8 @@ RETRY_FIRST_S, RETRY_LONGEST_S = 0.1, 5.0
 TICK_SHORTEST_S = 0.005
 #: The core is asked for its next deadline at least this often.
 TICK_LONGEST_S = 1.0
+#: If it was not for so long, the daemon was held up: by the ledger, or because its process was stopped.
+HELD_UP_S = 2.0
 
 Event = Callable[[float], list[Instruction]]
 
@@ -112,13 +114,23 @@ class CoreLoop:
 
     async def run(self) -> None:
         """Until cancelled. Raises what the core raises, and LedgerTakenOver."""
+        looked_s = self._clock()
         while True:
             await self._wait()
+            looked_s = self._look_at_clock(looked_s)
             instructions, answers = self._take_batch()
             await self._carry_out(instructions)
             for answer, value in answers:
                 if not answer.done():
                     answer.set_result(value)
+
+    def _look_at_clock(self, before_s: float) -> float:
+        """The time. If the last look is long ago, what others have said since waits unheard: it must not look like silence."""
+        now = self._clock()
+        if now - before_s >= HELD_UP_S:
+            log.warning("the daemon was held up for %.1f s; nobody's silence in that time counts", now - before_s)
+            self.core.held_up(now, now - before_s)
+        return now
 
     def _append(self, entry: _Entry) -> None:
         self._entries.append(entry)
