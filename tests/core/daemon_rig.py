@@ -73,6 +73,8 @@ class Rank:
         self.status: RankStatus | None = None
         #: It is frozen: neither hears nor says anything.
         self.stopped = False
+        #: The step that its main thread is in does not come to its end.
+        self.stuck = False
         #: What its main thread is in: "start", "boundary", "step", "blocked", "end".
         self.at = "start"
         self.fetches: list[FetchFromLeaver | FetchFromSurvivors] = []
@@ -110,7 +112,7 @@ class Rank:
         core = self.core
         if self.at == "start":
             self._build()
-        if self.at == "step" and core.dead():
+        if self.at == "step" and core.dead() and not self.stuck:
             core.discarded()
             self.at = "boundary"
         if self.at == "blocked" and core.verdict() is not Verdict.BLOCK:

@@ -297,6 +297,55 @@ def test_a_joiner_that_never_gets_its_state_is_replaced() -> None:
     cluster.train(2)
 
 
+def lose_rank_1_in_a_long_step(cluster: Cluster, *stuck: int) -> None:
+    """The survivors named are in the middle of a step that goes on for as long as the test likes."""
+    for rank in stuck:
+        cluster.member(rank).stuck = True
+    cluster.kill_rank(1)
+
+
+def test_a_survivor_that_is_still_in_its_step_is_waited_for() -> None:
+    """Its step takes ten times as long as an installation may; the joiner then still has the whole time to load."""
+    cluster = running(install_timeout_s=2.0)
+    cluster.held.add("state")
+    lose_rank_1_in_a_long_step(cluster, 0, 2)
+    joiner = cluster.incarnations()[1]
+    cluster.pass_time(20.0)
+    assert cluster.sentence() == "installing epoch 1: rank 0, 2 still in a step"
+    for rank in (0, 2):
+        cluster.member(rank).stuck = False
+    cluster.settle()
+    cluster.pass_time(1.5)
+    assert cluster.sentence() == "installing epoch 1: waiting for rank 1"
+    cluster.held.clear()
+    cluster.settle()
+    assert (cluster.job.epoch, cluster.incarnations()[1]) == (1, joiner)
+    cluster.train(2)
+
+
+def test_a_survivor_that_freezes_in_its_step_is_not_waited_for() -> None:
+    cluster = running(install_timeout_s=2.0)
+    cluster.held.add("links")
+    lose_rank_1_in_a_long_step(cluster, 0, 2)
+    for rank in (0, 2):
+        cluster.member(rank).stopped = True
+    cluster.pass_time(8.0)
+    assert cluster.job.epoch_limit > 1
+
+
+def test_a_survivor_whose_step_does_not_end_is_replaced_after_the_hold_limit() -> None:
+    cluster = running(hold_limit_s=20.0)
+    cluster.held.add("links")
+    lose_rank_1_in_a_long_step(cluster, 0)
+    hung = cluster.member(0)
+    cluster.pass_time(19.0)
+    assert cluster.member(0) is hung
+    cluster.held.clear()
+    cluster.pass_time(2.0)
+    assert (cluster.member(0) is hung, hung.alive) == (False, False)
+    cluster.train(2)
+
+
 def test_observe_only_says_what_it_would_have_done_and_uses_no_standby() -> None:
     cluster = running(observe_only=True)
     cluster.kill_rank(1)

@@ -12,6 +12,7 @@ from tmd_worker.core.instructions import (
     Exit,
     FetchFromSurvivors,
     OpenLinks,
+    SendStatus,
     TakeRole,
     Wake,
 )
@@ -193,6 +194,22 @@ def test_state_is_served_only_while_nothing_can_change_it() -> None:
     rig.recover(1, 1)
     rig.go(1)
     assert rig.core.may_serve(step=1) is False, "the next step may begin at any moment"
+
+
+def test_a_survivor_says_whether_it_is_still_in_its_step() -> None:
+    rig = Rig().running()
+    out = rig.core.link_broken(0, 2, orderly=False, reason="end of file")
+    assert of_kind(out, SendStatus)[-1].status.in_step
+    rig.core.discarded()
+    _, out = rig.core.boundary()
+    assert not of_kind(out, SendStatus)[-1].status.in_step
+    assert not of_kind(rig.core.boundary()[1], SendStatus)
+
+
+def test_steps_that_count_do_not_say_when_they_end() -> None:
+    rig = Rig().running()
+    rig.commit()
+    assert not of_kind(rig.core.boundary()[1], SendStatus)
 
 
 def test_a_rank_does_not_take_a_second_role() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from tmd_worker.live import LiveLoop
 from tmd_worker.optimizers import Optimizers
 from tmd_worker.records import RecordShelf
 from tmd_worker.runtime import Runtime
+from tmd_worker.serving import StateServer
 from tmd_worker.state.tracked import Tracked
 from tmd_worker.transport.fabric import Fabric
+from tmd_worker.transport.ports import Handler
 from tmd_worker.voting import CommitVote
 
 TIMEOUT_S = 10.0
@@ -60,6 +63,18 @@ class FakeFabric:
         self.live: list[int] = []
         self.outcomes: list[Outcome] = []
         self.ballots: list[Ballot] = []
+        #: What this rank serves, and whom its connections reach.
+        self.served: dict[str, Handler] = {}
+        self.peer: FakeFabric | None = None
+
+    def serve(self, kind: str, handler: Handler) -> None:
+        self.served[kind] = handler
+
+    def connect(self, member: Member, kind: str, fields: dict[str, Any], deadline_s: float) -> socket.socket:
+        assert self.peer is not None, "the test has not said whom connections reach"
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=self.peer.served[kind], args=(theirs, fields), daemon=True).start()
+        return ours
 
     def open(self, membership: Membership, rank: int, deadline_s: float) -> int:
         return len(membership.members) - 1
@@ -96,15 +111,15 @@ class FakeControl:
 
 
 class Rig:
-    """One rank of a world of two, whose other rank is the test."""
+    """One process of a job of two ranks, the rest of which is the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, incarnation: str = "a", rank: int | None = 0) -> None:
         welcome = RankWelcome(
             job_id="j",
-            incarnation="a",
+            incarnation=incarnation,
             node="n0",
             host="127.0.0.1",
-            rank=0,
+            rank=rank,
             local_rank=0,
             world_size=2,
             nproc_per_node=1,
@@ -112,12 +127,13 @@ class Rig:
             hold_limit_s=TIMEOUT_S,
             heartbeat_s=1.0,
         )
-        self.core = RankCore(job_id="j", incarnation="a", rank=0, clock=time.time)
+        self.core = RankCore(job_id="j", incarnation=incarnation, rank=rank, clock=time.time)
         self.control, self.fabric, self.tracked = FakeControl(), FakeFabric(), Tracked()
-        self.tracked.set_role(0, 2)
+        self.tracked.set_role(rank or 0, 2)
         self.runtime = Runtime(self.core, cast(Control, self.control), welcome)
-        fabric, own = cast(Fabric, self.fabric), RecordShelf()
-        self.runtime.attach(fabric, Installer(self.runtime, fabric, self.tracked, own, RecordShelf(), on_role=lambda _: None))
+        fabric, own, inherited = cast(Fabric, self.fabric), RecordShelf(), RecordShelf()
+        self.server = StateServer(self.runtime, fabric, self.tracked, own, inherited)
+        self.runtime.attach(fabric, Installer(self.runtime, fabric, self.tracked, own, inherited, on_role=lambda _: None))
         self.optimizers = Optimizers(
             vote=lambda: self.loop.vote(),
             applied=lambda: self.loop.applied(),
@@ -126,7 +142,9 @@ class Rig:
         )
         vote = CommitVote(self.runtime, fabric, self.tracked, own)
         self.loop = LiveLoop(self.runtime, fabric, self.tracked, self.optimizers, vote)
-        self._order = Directive(job_id="j", incarnation="a", generation=1, sequence=0, world_size=2, nproc_per_node=1, rank=0)
+        self._order = Directive(
+            job_id="j", incarnation=incarnation, generation=1, sequence=0, world_size=2, nproc_per_node=1, rank=rank
+        )
 
     def track(self, *, undo: bool = False, **objects: Any) -> None:
         for name, obj in objects.items():
@@ -139,10 +157,14 @@ class Rig:
         self._order = msgspec.structs.replace(self._order, sequence=self._order.sequence + 1, **changes)
         self.runtime._on_directive(self._order)
 
+    def table(self, epoch: int, incarnations: str) -> Membership:
+        """Ranks 0 and 1 are held by these."""
+        members = {r: Member(incarnation=incarnations[r], node=f"n{r}", host="127.0.0.1", port=1) for r in range(2)}
+        return Membership(epoch=epoch, members=members)
+
     def install(self, epoch: int, target_step: int) -> None:
         """A new table, all links open, and the word to go on."""
-        members = {r: Member(incarnation="ab"[r], node=f"n{r}", host="127.0.0.1", port=1) for r in range(2)}
-        table = Membership(epoch=epoch, members=members)
+        table = self.table(epoch, "ab")
         self.order(install=Install(membership=table, target_step=target_step, joining={}, fresh=epoch == 0))
         self.until(lambda: self.core.linked_epoch == epoch)
         self.order(live_epoch=epoch)

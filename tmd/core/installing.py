@@ -55,12 +55,32 @@ def check(job: Job, now: float) -> str | None:
     late = [rank for rank, process in holders.items() if process.report.linked_epoch < epoch]
     if not late:
         return None
-    deadline = attempt.since_s + job.settings.install_timeout_s
+    busy = [rank for rank, process in holders.items() if _is_in_step(job, now, process)]
+    if busy:
+        return _wait_for_steps(job, now, attempt, busy)
+    deadline = max(attempt.since_s, attempt.busy_s) + job.settings.install_timeout_s
     job.wake_at(deadline)
     if now >= deadline:
         _replace_late(job, now, [holders[rank] for rank in late], attempt)
         return None
     return f"installing epoch {epoch}: waiting for rank {', '.join(map(str, late))}"
+
+
+def _is_in_step(job: Job, now: float, process: Process) -> bool:
+    """It is alive, and what it computes cannot be broken off: its state can be had at the next boundary."""
+    return process.report.in_step and now - process.heard_s < job.settings.heartbeat_timeout_s
+
+
+def _wait_for_steps(job: Job, now: float, attempt: Attempt, busy: list[int]) -> str | None:
+    """A step may take long; one that takes longer than ranks hold will not end."""
+    attempt.busy_s = now
+    deadline = attempt.since_s + job.settings.hold_limit_s
+    if now < deadline:
+        job.wake_at(min(deadline, now + job.settings.heartbeat_timeout_s))
+        return f"installing epoch {attempt.install.membership.epoch}: rank {', '.join(map(str, busy))} still in a step"
+    for rank in busy:
+        lose(job, now, job.holders()[rank], f"it did not come to the end of its step in {job.settings.hold_limit_s:g} s")
+    return None
 
 
 def is_linked(job: Job) -> bool:

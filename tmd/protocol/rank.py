@@ -63,6 +63,9 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     linked_epoch: int = -1
     #: The highest epoch whose install failed here (see `reason`).
     failed_epoch: int = -1
+    #: The main thread has not come to a boundary since its step began: until it does, this rank's state can be given to nobody.
+    #: (From protocol 1.1 on.)
+    in_step: bool = False
     #: True once this process holds the state of its role.
     has_state: bool = False
     #: The plan whose links are staged here, 0 for none.

@@ -16,7 +16,7 @@ from tmd.protocol.rank import RecordOrigin
 from tmd_worker import faults
 from tmd_worker.records import RecordReply, RecordShelf
 from tmd_worker.runtime import Runtime
-from tmd_worker.serving import FLIPPED, STATE_TIMEOUT_S, WAITING
+from tmd_worker.serving import READY, STATE_TIMEOUT_S, WAITING
 from tmd_worker.state.errors import StateError, TransferBroken
 from tmd_worker.state.handoff import receive_record, receive_state
 from tmd_worker.state.tracked import Tracked
@@ -24,8 +24,9 @@ from tmd_worker.threads import start_thread
 from tmd_worker.transport.fabric import Fabric, LinkError
 from tmd_worker.transport.wire import Kind
 
-#: How long the links of an epoch or plan may take to open; below the daemon's install_timeout_s.
-LINKS_TIMEOUT_S = 25.0
+#: How long staging the links of a plan may take: nobody's step is waited for, so another standby is tried soon. An epoch's links
+#: are waited for until the daemon calls the epoch off, or hold_limit_s.
+STAGING_TIMEOUT_S = 25.0
 CONNECT_TIMEOUT_S = 10.0
 
 
@@ -63,7 +64,7 @@ class Installer:
     def _open(self, membership: Membership, rank: int) -> None:
         core, epoch = self._runtime.core, membership.epoch
         try:
-            opened = self._fabric.open(membership, rank, LINKS_TIMEOUT_S)
+            opened = self._fabric.open(membership, rank, self._runtime.welcome.hold_limit_s)
             if core.phase != "starting":  # before main nobody has any state
                 self._hand_record_to_buddy(epoch)
         except LinkError as error:
@@ -96,7 +97,7 @@ class Installer:
     def _stage(self, plan: Plan, rank: int) -> None:
         core = self._runtime.core
         try:
-            opened = self._fabric.stage(plan, rank, LINKS_TIMEOUT_S)
+            opened = self._fabric.stage(plan, rank, STAGING_TIMEOUT_S)
         except LinkError as error:
             _log.warning("rank %s: plan %s: links not staged: %s", rank, plan.plan_id, error)
             self._runtime.tell(core.stage_failed, plan.plan_id, str(error))
@@ -129,6 +130,8 @@ class Installer:
             raise TransferBroken(f"nobody holds the state of rank {rank}")
         fields = {"rank": rank, "step": step, "epoch": epoch}
         with self._fabric.connect(members[source.replica_rank], "state", fields, CONNECT_TIMEOUT_S) as sock:
+            if not self._await_ready(sock, lambda: self._runtime.core.poisoned_epoch < epoch):
+                raise TransferBroken(f"rank {source.replica_rank} will not come to the boundary before step {step}")
             manifest = receive_state(sock, self._tracked, STATE_TIMEOUT_S, per_rank=False, received=self._received)
         if manifest.step != step:
             raise TransferBroken(f"rank {source.replica_rank} sent its state before step {manifest.step}, expected {step}")
@@ -173,7 +176,8 @@ class Installer:
         with self._fabric.connect(leaver, "leaver", {"plan": plan.plan_id}, CONNECT_TIMEOUT_S) as sock:
             with self._runtime.changed:
                 self._subscription = (plan.plan_id, sock)
-            self._await_flip(sock, plan)
+            if not self._await_ready(sock, lambda: True):
+                raise TransferBroken(f"the leaver called plan {plan.plan_id} off before its flip")
             faults.point("state.loading")
             manifest = receive_state(sock, self._tracked, STATE_TIMEOUT_S, per_rank=True, received=self._received)
             record, tail = receive_record(sock, manifest.step - 1, STATE_TIMEOUT_S, received=self._received)
@@ -183,13 +187,13 @@ class Installer:
                 self._inherited.put_tail(manifest.step - 1, tail)
         return manifest.step
 
-    def _await_flip(self, sock: socket.socket, plan: Plan) -> None:
-        """The leaver sends WAITING every second until it has flipped."""
+    def _await_ready(self, sock: socket.socket, wanted: Callable[[], bool]) -> bool:
+        """For as long as the source says that it lives. False: it has hung up, or the state is not wanted any more."""
+        sock.settimeout(STATE_TIMEOUT_S)
         word = WAITING
-        while word == WAITING:
+        while word == WAITING and wanted():
             word = sock.recv(1)
-        if word != FLIPPED:
-            raise TransferBroken(f"the leaver called plan {plan.plan_id} off before its flip")
+        return word == READY
 
     def _received(self, size_bytes: int) -> None:
         with self._runtime.changed:

@@ -25,13 +25,11 @@ Answer = TypeVar("Answer")
 
 #: A transfer in which nothing moves for this long is broken.
 STATE_TIMEOUT_S = 20.0
-#: How long a joiner may wait for this rank to come to rest.
-REST_TIMEOUT_S = 20.0
-#: How often a leaver that has not flipped yet tells its joiner that it lives.
+#: How often a rank whose state is asked for too early tells the joiner that it lives: it may be in a step of any length.
 BEAT_S = 1.0
-#: What a leaver tells its joiner, one byte each.
+#: What it says until then, one byte each: not yet; the state follows.
 WAITING = b"."
-FLIPPED = b"!"
+READY = b"!"
 
 
 class StateServer:
@@ -65,7 +63,8 @@ class StateServer:
             return False if core.poisoned_epoch >= epoch else core.may_serve(step=step)
 
         with sock:
-            if self._wait_for(at_rest, REST_TIMEOUT_S):
+            if self._beat_until(sock, at_rest):
+                sock.sendall(READY)
                 self._send_state(sock, step)
 
     def _serve_record(self, sock: socket.socket, fields: dict[str, Any]) -> None:
@@ -78,15 +77,11 @@ class StateServer:
     def _serve_leaver(self, sock: socket.socket, fields: dict[str, Any]) -> None:
         core, plan_id = self._runtime.core, int(fields["plan"])
         with sock:
-            step = None
-            while step is None:
-                try:
-                    step = self._wait_for(lambda: core.leaver_step(plan_id), BEAT_S)
-                except LookupError:
-                    return
-                if step is None:
-                    sock.sendall(WAITING)
-            sock.sendall(FLIPPED)
+            try:
+                step = self._beat_until(sock, lambda: core.leaver_step(plan_id))
+            except LookupError:
+                return
+            sock.sendall(READY)
             self._send_state(sock, step)
             record, tail = self._ward_record(step - 1)
             send_record(sock, step - 1, record, tail, STATE_TIMEOUT_S)
@@ -109,6 +104,12 @@ class StateServer:
             return kept[0], kept[1]
         inherited = self._inherited.reply(step)
         return (None, None) if inherited is None else (inherited.record, inherited.tail)
+
+    def _beat_until(self, sock: socket.socket, answer: Callable[[], Answer | None]) -> Answer:
+        """The first answer that is not None; it comes with the end of this rank's step, or of the epoch or plan that asks."""
+        while (value := self._wait_for(answer, BEAT_S)) is None:
+            sock.sendall(WAITING)
+        return value
 
     def _wait_for(self, answer: Callable[[], Answer | None], timeout_s: float) -> Answer | None:
         """The first answer that is not None, or None when the time is up."""

@@ -55,6 +55,8 @@ STATUS_LIMIT_BYTES = 1 << 16
 #: Ended processes that are reported although the daemon does not name them any more.
 EXITED_KEPT = 64
 _ABANDONED_CHECK_S = 0.5
+#: What changes in a rank's status with every step: nobody waits to hear of it.
+_PROGRESS = ("version", "next_step", "applied_step", "in_step", "commits", "stamps", "counters")
 
 
 @dataclasses.dataclass(slots=True)
@@ -323,7 +325,7 @@ class DirectedNode:
 
 def _matters(before: RankStatus, after: RankStatus) -> bool:
     """Whether anybody waits for this change: anything but mere progress."""
-    progress = {name: getattr(after, name) for name in ("version", "next_step", "applied_step", "commits", "stamps", "counters")}
+    progress = {name: getattr(after, name) for name in _PROGRESS}
     return msgspec.structs.replace(before, **progress) != after
 
 

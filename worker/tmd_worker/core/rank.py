@@ -481,6 +481,8 @@ class RankCore:
         if self.has_state and self.applied_step != self.next_step:
             raise BrokenInvariant(f"at a boundary with step {self.next_step} decided and {self.applied_step} applied")
         self._yes = False
+        if self.dead() and not self._at_boundary:
+            self._changed_later()  # whoever waits for this rank's state need wait no longer
         self._at_boundary = True
         if self._flip is not None and not self.dead():
             self._perform_flip(self._flip)
@@ -658,6 +660,7 @@ class RankCore:
             reported_epoch=self.reported_epoch,
             linked_epoch=self.linked_epoch,
             failed_epoch=self.failed_epoch,
+            in_step=not self._at_boundary and self.phase in ("warming", "running", "holding"),
             has_state=self.has_state,
             staged_plan=self._staged_plan,
             dropped_plan=self._dropped_plan,
