@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.core.daemon_rig import Cluster
+from tmd.protocol.exits import EXIT_BROKEN, EXIT_HELD, EXIT_THREAD, EXIT_TORN
 
 
 def running(nnodes: int = 3, *, standbys: int = 2, **settings: Any) -> Cluster:
@@ -36,6 +37,12 @@ def test_a_positive_exit_code_ends_the_job_naming_it() -> None:
     assert cluster.job.reason == "rank 1 on n1 exited with code 3 at step 5: see its log"
 
 
+def test_a_rank_that_held_too_long_ends_the_job_for_all_do() -> None:
+    cluster = running()
+    cluster.kill_rank(1, exit_code=EXIT_HELD)
+    assert (cluster.job.state, cluster.job.exit_code) == ("failed", EXIT_HELD)
+
+
 def test_an_exit_code_that_comes_after_the_first_sign_of_dying_still_ends_the_job() -> None:
     """1. the agent sees that the process is dying; 2. a standby is chosen; 3. the exit code says that the script did it."""
     cluster = running()
@@ -58,17 +65,23 @@ def test_the_first_sign_of_dying_is_enough_to_recover() -> None:
     assert cluster.migration().trigger == "rank 1 on n1 is lost: its process is dying"
 
 
-@pytest.mark.parametrize("poisoned", [True, False])
-def test_a_rank_that_ends_because_its_attempt_was_called_off_or_that_distrusts_itself_is_replaced(poisoned: bool) -> None:
+def test_a_rank_that_ends_because_its_attempt_was_called_off_is_replaced() -> None:
     cluster = running()
     process = cluster.member(1)
-    if poisoned:
-        cluster.agents["n0"].stopped = True
-        process.carry_out(process.core.link_broken(0, 0, orderly=False, reason="reset"))
-        process.die(1)
-        cluster.agents["n0"].stopped = False
-    else:
-        process.die(70)
+    cluster.agents["n0"].stopped = True
+    process.carry_out(process.core.link_broken(0, 0, orderly=False, reason="reset"))
+    process.die(1)
+    cluster.agents["n0"].stopped = False
+    cluster.settle()
+    assert cluster.job.state == "running"
+    assert cluster.incarnations()[1] != process.core.incarnation
+
+
+@pytest.mark.parametrize("code", [EXIT_BROKEN, EXIT_THREAD, EXIT_TORN])
+def test_a_rank_that_ends_itself_as_one_that_cannot_be_trusted_is_replaced(code: int) -> None:
+    cluster = running()
+    process = cluster.member(1)
+    process.die(code)
     cluster.settle()
     assert cluster.job.state == "running"
     assert cluster.incarnations()[1] != process.core.incarnation

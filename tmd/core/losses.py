@@ -8,7 +8,8 @@ from collections.abc import Callable
 from tmd.core.ending import fail_job
 from tmd.core.job import Job
 from tmd.core.poison import call_off, note_loss
-from tmd.core.processes import EXIT_BROKEN, Agent, Process
+from tmd.core.processes import Agent, Process
+from tmd.protocol.exits import LOST_CODES
 
 #: A job whose steps take long is given this many normal steps before silence counts.
 STEPS_OF_PATIENCE = 2
@@ -57,9 +58,9 @@ def _judge_late(job: Job, now: float, process: Process) -> None:
 
 
 def _is_to_blame(process: Process) -> bool:
-    """A positive exit code is the script's own, unless tmd had called its attempt off, it distrusted itself, or it never had a
-    role of its own yet."""
-    return process.exit_code != EXIT_BROKEN and not process.poisoned and not process.joining
+    """A positive exit code is the script's own, unless tmd had called its attempt off, it ended itself as one that cannot be
+    trusted, or it never had a role of its own yet."""
+    return process.exit_code not in LOST_CODES and not process.poisoned and not process.joining
 
 
 def _blame(job: Job, now: float, process: Process, code: int) -> None:
@@ -93,7 +94,7 @@ def _standby_ended(job: Job, now: float, process: Process) -> None:
     code = process.exit_code
     if code is None and not process.exited:
         return
-    failed = process.report.phase == "failed" or (code is not None and code >= 0)
+    failed = process.report.phase == "failed" or (code is not None and code >= 0 and code not in LOST_CODES)
     reason = process.report.error.strip().rpartition("\n")[2] or how_it_ended(code)
     if agent is not None and not failed and process.report.phase != "ready":
         slot = process.record.local_rank

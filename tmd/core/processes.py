@@ -11,8 +11,6 @@ from tmd.protocol.rank import Directive, RankStatus
 
 #: States of an incarnation that may still speak; all others are fenced for good.
 ACTIVE_STATES = frozenset({"starting", "standby", "member", "leaver", "joiner"})
-#: Exit code of a rank that found its own state untrustworthy: it is replaced, the job is not to blame.
-EXIT_BROKEN = 70
 #: What is known of a rank that has not spoken yet.
 NOTHING_HEARD = RankStatus(job_id="", incarnation="", version=-1, rank=None)
 

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from tmd.protocol.exits import EXIT_TORN
 from tmd_worker import faults, guard
 from tmd_worker.core.rank import Boundary
 from tmd_worker.discard import StepDiscarded
@@ -21,9 +22,6 @@ from tmd_worker.threads import end_process
 from tmd_worker.transport.fabric import Fabric
 from tmd_worker.voting import CommitVote
 from tmd_worker.warmup import Settling
-
-#: Exit code of a rank whose attempt cannot be taken back: it is replaced.
-EXIT_TORN = 72
 
 
 class LiveLoop:
@@ -137,6 +135,7 @@ class LiveLoop:
         try:
             return self._leave(step, error)
         finally:
+            self._optimizers.leave_body()
             self._runtime.in_body = False
             self._step = None
 

@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from tmd.protocol.control import RankWelcome
+from tmd.protocol.exits import EXIT_TORN
 from tmd_worker import faults, guard
 from tmd_worker.control import Control, Heart
 from tmd_worker.core.rank import RankCore
 from tmd_worker.discard import StepDiscarded
 from tmd_worker.installing import Installer
-from tmd_worker.live import EXIT_TORN, LiveLoop
+from tmd_worker.live import LiveLoop
 from tmd_worker.optimizers import Optimizers
 from tmd_worker.records import RecordShelf
 from tmd_worker.runtime import Runtime

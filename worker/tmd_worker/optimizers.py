@@ -61,7 +61,7 @@ class Optimizers:
 
     def begin_step(self, *, shadow: bool) -> None:
         """A step's body begins: our hooks go last."""
-        self._leave_body()
+        self.leave_body()
         self._in_step, self._shadow = True, shadow
         self._voter = ""
         self._everywhere = register_optimizer_step_pre_hook(self._refuse_stranger)
@@ -71,18 +71,19 @@ class Optimizers:
 
     def end_step(self) -> None:
         """The body is over. Raises OptimizerRefused if a backward pass ran after the vote: its gradients were not reduced."""
-        self._leave_body()
+        self.leave_body()
         self._refuse_late_backward()
 
     def discard(self) -> None:
         """Forgets the scaling that GradScaler.step lent a fused optimizer when the vote interrupted it."""
-        self._leave_body()
+        self.leave_body()
         for optimizer in self._names:
             for attribute in ("grad_scale", "found_inf"):
                 if hasattr(optimizer, attribute):
                     delattr(optimizer, attribute)
 
-    def _leave_body(self) -> None:
+    def leave_body(self) -> None:
+        """Optimizers of other places are let alone again."""
         self._in_step = self._stepping = False
         if self._everywhere is not None:
             self._everywhere.remove()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, ParamSpec
 
 from tmd.protocol.codec import MessageRefused
 from tmd.protocol.control import PeerExiting, RankOrder, RankWelcome, ToRank
+from tmd.protocol.exits import EXIT_BROKEN, EXIT_HELD, EXIT_THREAD
 from tmd.protocol.rank import Directive
 from tmd_worker import faults
 from tmd_worker.control import Control
@@ -36,17 +37,14 @@ from tmd_worker.core.instructions import (
     TakeRole,
     Wake,
 )
-from tmd_worker.core.rank import EXIT_BROKEN, Admission, Boundary, BrokenInvariant, RankCore, Turn, Verdict
-from tmd_worker.threads import EXIT_THREAD, end_process
+from tmd_worker.core.rank import Admission, Boundary, BrokenInvariant, RankCore, Turn, Verdict
+from tmd_worker.threads import end_process
 
 if TYPE_CHECKING:
     from tmd_worker.installing import Installer
     from tmd_worker.transport.fabric import Fabric
 
 P = ParamSpec("P")
-
-#: Exit code of a rank that held for too long: the job's launcher may requeue it (EX_TEMPFAIL).
-EXIT_HELD = 75
 
 
 class Runtime:

@@ -8,10 +8,8 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from tmd.protocol.exits import EXIT_THREAD
 from tmd_worker import guard
-
-#: Exit code of a rank that lost one of its threads to an exception.
-EXIT_THREAD = 71
 
 
 def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:

@@ -31,8 +31,6 @@ from tmd_worker.core.instructions import (
     Wake,
 )
 
-#: Exit code of a rank whose own invariants broke: it must be replaced, not trusted.
-EXIT_BROKEN = 70
 #: How many commits a status carries.
 COMMITS_KEPT = 64
 
