@@ -9,6 +9,7 @@ import pytest
 from tests.session.conftest import Killing, Lab
 from tests.session.outcome import Outcome
 from tmd.core.settings import CoreSettings
+from tmd.protocol.exits import EXIT_THREAD
 
 #: From the first line of a step to its last, in the order in which a rank passes them.
 MOMENTS = [
@@ -124,6 +125,15 @@ def test_a_whole_node_is_lost(lab: Lab) -> None:
         assert cluster.run().exit_code == 0, cluster.report()
         assert cluster.core.job("job").record.approximations == ()
     Outcome.of(cluster.folder).assert_same_as(reference, unlogged=2)
+
+
+def test_a_rank_whose_thread_fails_is_replaced_although_nothing_was_called_off(lab: Lab) -> None:
+    reference = lab.reference("batchnorm", nodes=3)
+    faults = [{"point": "frame", "rank": 1, "step": 3, "action": "raise"}]
+    with lab.cluster("batchnorm", nodes=3, standbys=1, faults=faults) as cluster:
+        assert cluster.run().exit_code == 0, cluster.report()
+        assert cluster.exit_code_of(cluster.started(1)[0]) == EXIT_THREAD
+    Outcome.of(cluster.folder).assert_same_as(reference)
 
 
 def test_a_step_may_take_longer_than_an_installation(lab: Lab) -> None:
