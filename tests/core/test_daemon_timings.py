@@ -55,6 +55,33 @@ def test_a_recovery_is_timed_phase_by_phase() -> None:
     assert migration.steps_redone == 1
 
 
+def test_a_node_that_loses_power_is_detected_from_when_its_peers_lost_their_links() -> None:
+    """Nobody sees its processes exit; the daemon hears of it only when the connection of the agent closes."""
+    cluster = running()
+    node = cluster.agents["n1"]
+    for rank in node.ranks():
+        rank.die()
+        rank.exit_seen_s = 0.0
+        cluster.links_closed(rank, 0, orderly=False)
+    lost_s = cluster.now
+    cluster.now += 0.25
+    cluster.disconnect("n1")
+    after(cluster)
+    migration = cluster.migration()
+    assert (migration.started_s, migration.phases_s["detect"]) == pytest.approx((lost_s, 0.25))
+
+
+def test_a_node_that_falls_silent_is_detected_from_its_last_word() -> None:
+    cluster = running()
+    last_word_s = cluster.now
+    cluster.stop_node("n1")
+    cluster.pass_time(cluster.settings.heartbeat_timeout_s + 1.0)
+    after(cluster)
+    migration = cluster.migration()
+    assert migration.started_s == pytest.approx(last_word_s)
+    assert migration.phases_s["detect"] >= cluster.settings.heartbeat_timeout_s
+
+
 def test_a_planned_move_is_timed_phase_by_phase() -> None:
     """0.5 s until all is staged while training goes on, 0.3 s from the flip to the joiner's state."""
     cluster = running()

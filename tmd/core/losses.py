@@ -103,8 +103,9 @@ def _standby_ended(job: Job, now: float, process: Process) -> None:
     job.tell(now, process.incarnation, "exited", f"{job.name(process)} ended: {reason}")
 
 
-def lose(job: Job, now: float, process: Process, reason: str, cause: int | None = None) -> None:
-    """This incarnation is lost: fenced for good, killed if it still runs, its role is vacant."""
+def lose(job: Job, now: float, process: Process, reason: str, cause: int | None = None, *, sign_s: float | None = None) -> None:
+    """This incarnation is lost: fenced for good, killed if it still runs, its role is vacant. `sign_s`: when the first sign of it
+    was there, by default when its exit was seen."""
     rank = process.record.rank
     name = job.name(process)
     process.seen_dying = process.dying
@@ -119,7 +120,7 @@ def lose(job: Job, now: float, process: Process, reason: str, cause: int | None 
         return  # its joiner has its state, or will say that it cannot get it
     if not job.fresh:
         sign = f"{name} is lost: {reason}"
-        call_off(job, now, sign, sign_s=_first_seen(process, now), cause=event)
+        call_off(job, now, sign, sign_s=_first_seen(process, now) if sign_s is None else sign_s, cause=event)
         note_loss(job, rank, process, sign, event)
     job.vacate(rank)
     job.attempt = None
@@ -131,14 +132,14 @@ def _first_seen(process: Process, now: float) -> float:
 
 
 def lose_agent(job: Job, now: float, agent: Agent, reason: str, cause: int | None = None) -> None:
-    """This life of the agent is over for the job, and so are all of its processes."""
+    """This life of the agent is over for the job, and so are all of its processes. The first sign was its last word."""
     agent.fenced = f"node {agent.node} was given up ({reason}); start tmd-run again to bring it back"
     event = job.tell(now, agent.node, "lost", f"node {agent.node} is lost to the job: {reason}", cause)
     if job.nodes[agent.node].agent_id == agent.agent_id:
         job.set_node(now, agent.node, use="lost", reason=reason)
     for process in job.active():
         if process.record.agent_id == agent.agent_id:
-            lose(job, now, process, reason, event)
+            lose(job, now, process, reason, event, sign_s=min(now, agent.heard_s if agent.connected else agent.gone_s))
 
 
 def note_silence(job: Job, now: float, suspects_itself: Callable[[], bool]) -> None:

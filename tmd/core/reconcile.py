@@ -71,7 +71,7 @@ def _run(job: Job, now: float, *, paused: bool) -> str:
         return job.sentence
     silent = losses.silent_rank(job, now)
     if silent is not None:
-        call_off(job, now, f"{job.name(silent)} says nothing and no step is committed", sign_s=now)
+        call_off(job, now, f"{job.name(silent)} says nothing and no step is committed", sign_s=silent.heard_s)
         return job.sentence
     slow = _build_overdue(job, now)
     if slow is not None:

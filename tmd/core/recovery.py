@@ -158,6 +158,7 @@ def _migration(job: Job) -> MigrationRecord | None:
 
 def _new_migration(job: Job, now: float, recovery: Recovery) -> MigrationRecord:
     migration_id = f"m{job.journal.next_event_id()}"
+    started_s = _first_sign_s(job, recovery)
     ranks = ", ".join(map(str, sorted(recovery.lost)))
     job.tell(now, migration_id, "recovery", f"rank {ranks} must be replaced: {recovery.sign}", recovery.cause)
     migration = MigrationRecord(
@@ -167,13 +168,25 @@ def _new_migration(job: Job, now: float, recovery: Recovery) -> MigrationRecord:
         state="selecting",
         leavers=dict(recovery.lost),
         trigger=recovery.sign,
-        started_s=recovery.sign_s,
+        started_s=started_s,
     )
     job.add_migration(migration)
-    window = open_window("unplanned", recovery.sign_s, job.commits, job.holders().values())
+    window = open_window("unplanned", started_s, job.commits, job.holders().values())
     window.mark("detect", recovery.since_s)
     job.windows[migration_id] = window
     return migration
+
+
+def _first_sign_s(job: Job, recovery: Recovery) -> float:
+    """When the loss was first noticed anywhere: an exit seen, a link that broke, a last word. Nobody stamps the moment at which a
+    machine lost power: the time until its peers notice is in the downtime alone."""
+    exits = [status.exit_seen_s for lost in recovery.lost.values() if (status := job.processes[lost].status) is not None]
+    poisons = [
+        process.report.stamps.get("poisoned", 0.0)
+        for process in job.holders().values()
+        if process.report.reported_epoch >= job.record.poison_epoch
+    ]
+    return min((sign_s for sign_s in (recovery.sign_s, *exits, *poisons) if sign_s > 0), default=recovery.since_s)
 
 
 def _fill_vacancies(job: Job, now: float, recovery: Recovery) -> str | None:
