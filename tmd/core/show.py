@@ -120,4 +120,9 @@ def _node_sentence(job: Job, node: str) -> str:
     if record.use == "standby" and record.state in ("draining", "drained"):
         return f"its standbys are not used: {node} is {record.state}"
     ranks = job.ranks_on(node)
-    return f"trains rank {', '.join(map(str, ranks))}" if ranks else "holds standbys"
+    if ranks:
+        return f"trains rank {', '.join(map(str, ranks))}"
+    processes = [process for process in job.processes.values() if process.record.agent_id == record.agent_id]
+    if processes and not any(process.active for process in processes):
+        return f"its standbys have ended: {processes[-1].record.reason}"
+    return "holds standbys"

@@ -34,6 +34,7 @@ from tmd_worker.optimizers import Optimizers
 from tmd_worker.records import RecordShelf
 from tmd_worker.runtime import Runtime
 from tmd_worker.serving import StateServer, fetch_rehearsal
+from tmd_worker.state.layout import layout, require_same
 from tmd_worker.state.tracked import Tracked
 from tmd_worker.step import Step
 from tmd_worker.store import AgentStore
@@ -108,9 +109,17 @@ class MemberEngine:
             self._optimizers.attach(name, obj, undo=undo)
 
     def steps(self, total: int) -> Iterator[Step]:
-        self._server.publish(self._fabric.stop_recording())
+        self._publish_build()
         yield from self._loop.warm_up(standby=self._standby)
         yield from self._loop.run(total)
+
+    def _publish_build(self) -> None:
+        """Standbys may rehearse this build. On a standby: raises StateMismatch if it is another one than was rehearsed."""
+        recording, built = self._fabric.stop_recording(), layout(self._tracked)
+        if self._standby and recording.built:
+            require_same(recording.built, built)
+        recording.built = built
+        self._server.publish(recording)
 
     def vote(self) -> None:
         self._loop.vote()

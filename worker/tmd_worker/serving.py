@@ -16,6 +16,7 @@ from tmd.protocol.codec import LENGTH
 from tmd_worker import guard
 from tmd_worker.records import RecordShelf
 from tmd_worker.runtime import Runtime
+from tmd_worker.state.errors import StateMismatch, TransferBroken
 from tmd_worker.state.handoff import send_record, send_state
 from tmd_worker.state.tracked import Tracked
 from tmd_worker.transport.fabric import Fabric
@@ -96,7 +97,10 @@ class StateServer:
     def _send_state(self, sock: socket.socket, step: int) -> None:
         with self._reading:
             manifest, tensors = self._tracked.full_state(step=step, epoch=self._runtime.core.run_epoch)
-        send_state(sock, manifest, tensors, STATE_TIMEOUT_S)
+        try:
+            send_state(sock, manifest, tensors, STATE_TIMEOUT_S)
+        except StateMismatch as error:
+            raise TransferBroken(str(error)) from error  # ends this connection alone: it is the joiner that does not fit
 
     def _ward_record(self, step: int) -> tuple[bytes | None, bytes | None]:
         kept = self._fabric.buddy.ward_records(step)

@@ -340,9 +340,9 @@ class Fabric:
         self.calls.recorder = BuildRecording()
 
     def stop_recording(self) -> BuildRecording:
-        """Ends the recording and returns it (empty if it was never started)."""
+        """Ends the recording and returns it; on a standby that of the build which it has rehearsed."""
         recording, self.calls.recorder = self.calls.recorder, None
-        return recording if recording is not None else BuildRecording()
+        return next(known for known in (recording, self.calls.rehearsal, BuildRecording()) if known is not None)
 
     def rehearse(self, recording: BuildRecording) -> None:
         """Sandboxed collectives answer from this recording where it has an answer."""

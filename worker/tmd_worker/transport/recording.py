@@ -28,6 +28,7 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: Layout of what follows; another one is refused.
     version: int
     groups: dict[str, dict[int, _Answer]]
+    built: tuple[str, ...]
 
 
 _VERSION = 1
@@ -42,6 +43,8 @@ class BuildRecording:
         self._lock = threading.Lock()
         self._groups: dict[str, dict[int, _Answer]] = {}
         self._total_bytes = 0
+        #: What main has built with these answers, for comparison with what a standby builds; empty: not known.
+        self.built: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return sum(len(answers) for answers in self._groups.values())
@@ -72,7 +75,7 @@ class BuildRecording:
 
     def to_bytes(self) -> bytes:
         with self._lock:
-            return msgspec.msgpack.encode(_Stored(_VERSION, self._groups))
+            return msgspec.msgpack.encode(_Stored(_VERSION, self._groups, self.built))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> BuildRecording:
@@ -86,7 +89,7 @@ class BuildRecording:
         if stored.version != _VERSION:
             raise ValueError(f"a recording of version {stored.version}, this tmd reads {_VERSION}")
         recording = cls()
-        recording._groups = stored.groups
+        recording._groups, recording.built = stored.groups, stored.built
         recording._total_bytes = sum(
             len(data) for answers in stored.groups.values() for answer in answers.values() for data in answer.outputs
         )
