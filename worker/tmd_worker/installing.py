@@ -120,7 +120,7 @@ class Installer:
             self._report_no_state(epoch, rank, error)
             return
         faults.point("state.loaded")
-        self._keep_own_record(epoch, step)
+        self._keep_own_record(step)
         self._runtime.tell(core.state_loaded, epoch, step, origin)
 
     def _load_from_survivors(self, install: Install, rank: int) -> RecordOrigin:
@@ -165,7 +165,7 @@ class Installer:
             self._report_no_state(epoch, rank, error)
             return
         faults.point("state.loaded")
-        self._keep_own_record(epoch, step)
+        self._keep_own_record(step)
         self._runtime.tell(core.state_loaded, epoch, step, "exact")
 
     def _load_from_leaver(self, plan: Plan, rank: int) -> int:
@@ -182,7 +182,7 @@ class Installer:
             manifest = receive_state(sock, self._tracked, STATE_TIMEOUT_S, per_rank=True, received=self._received)
             record, tail = receive_record(sock, manifest.step - 1, STATE_TIMEOUT_S, received=self._received)
         if record is not None:
-            self._inherited.put(plan.successor.epoch, manifest.step - 1, record)
+            self._inherited.put(manifest.step - 1, record)
             if tail is not None:
                 self._inherited.put_tail(manifest.step - 1, tail)
         return manifest.step
@@ -205,10 +205,10 @@ class Installer:
         self._tracked.set_role(rank, self._runtime.welcome.world_size)
         self._on_role(rank)
 
-    def _keep_own_record(self, epoch: int, step: int) -> None:
+    def _keep_own_record(self, step: int) -> None:
         record = self._tracked.record(step - 1)
         with self._runtime.changed:
-            self._own.put(epoch, step - 1, record)
+            self._own.put(step - 1, record)
             self._own.put_tail(step - 1, b"")
 
 

@@ -1,7 +1,7 @@
 """The loop of a rank under tmd: warm-up, then steps that count only once every rank has agreed to apply them.
 
 Contract: a step lasts from one `__next__` to the next. An attempt that is discarded leaves nothing behind: its small state is
-restored, its gradients are None, its batches are given again. Only this loop, at a boundary, lets the main thread go on.
+restored, its gradients are empty, its batches are given again. Only this loop, at a boundary, lets the main thread go on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class LiveLoop:
         self._vote = vote
         self._snapshot: SmallSnapshot | None = None
         self._epoch = -1
-        self._last = -1
         self._step: Step | None = None
         self._decided = False
         self._applied = False

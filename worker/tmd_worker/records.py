@@ -24,8 +24,6 @@ class RecordReply(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(slots=True)
 class _Kept:
-    #: The epoch of the attempt that it comes from: one that was discarded must not pass for its successor.
-    epoch: int
     record: bytes
     tail: bytes | None = None
 
@@ -36,8 +34,8 @@ class RecordShelf:
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
 
-    def put(self, epoch: int, step: int, record: bytes) -> None:
-        self._kept[step] = _Kept(epoch, record)
+    def put(self, step: int, record: bytes) -> None:
+        self._kept[step] = _Kept(record)
         for old in [s for s in self._kept if s <= step - GENERATIONS]:
             del self._kept[old]
 
@@ -46,10 +44,8 @@ class RecordShelf:
         if kept is not None:
             kept.tail = tail
 
-    def has(self, step: int, *, epoch: int | None = None) -> bool:
-        """True if the record of `step` is here; with `epoch`, only one of that attempt counts."""
-        kept = self._kept.get(step)
-        return kept is not None and (epoch is None or kept.epoch == epoch)
+    def has(self, step: int) -> bool:
+        return step in self._kept
 
     def tail(self, step: int) -> bytes | None:
         kept = self._kept.get(step)
@@ -59,9 +55,3 @@ class RecordShelf:
         """The record of `step` as a joiner gets it, or None if it is not here."""
         kept = self._kept.get(step)
         return None if kept is None else RecordReply(step=step, record=kept.record, tail=kept.tail)
-
-    def take_over(self, epoch: int, reply: RecordReply) -> None:
-        """Keep what another rank had kept."""
-        self.put(epoch, reply.step, reply.record)
-        if reply.tail is not None:
-            self.put_tail(reply.step, reply.tail)

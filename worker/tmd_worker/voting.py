@@ -51,7 +51,7 @@ class CommitVote:
         else:
             record = self._tracked.record(step)
             with self._runtime.changed:
-                self._own.put(core.live_epoch, step, record)
+                self._own.put(step, record)
                 self._own.put_tail(step, b"")
         with self._runtime.changed:
             self._runtime.changed.notify_all()
@@ -70,7 +70,7 @@ class CommitVote:
         step = ballot.step_min
         record = self._tracked.record(step)
         with self._runtime.changed:
-            self._own.put(ballot.epoch_min, step, record)
+            self._own.put(step, record)
         self._fabric.buddy.send(Kind.RECORD, step, record)
         complete = self._fabric.buddy.wait_for(step, self._runtime.welcome.hold_limit_s)
         faults.point("vote.recorded")
