@@ -50,3 +50,18 @@ def test_after_a_hold_up_silence_counts_again() -> None:
     assert cluster.job.epoch == 0
     cluster.pass_time(4.0)
     assert list(cluster.migration().leavers) == [2]
+
+
+def test_a_restarted_daemon_judges_a_job_although_it_hears_of_something_else_first() -> None:
+    """All of the job's agents have left meanwhile; the resource manager's word about another node is the first event."""
+    cluster = Cluster(nnodes=2, standbys=0, hold_limit_s=30.0)
+    cluster.train(3)
+    cluster.restart_daemon()
+    cluster.do(cluster.daemon.node_state(cluster.now, "n9", "up", ""))
+    for _ in range(60):
+        cluster.now += 1.0
+        deadline = cluster.daemon.next_deadline()
+        if deadline is not None and deadline <= cluster.now:
+            cluster.do(cluster.daemon.tick(cluster.now))
+    assert cluster.job.state == "failed"
+    assert cluster.job.exit_code == 75

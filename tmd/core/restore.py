@@ -34,6 +34,7 @@ def begin(job: Job, now: float) -> None:
         return
     patience_s = max(job.settings.agent_grace_s, job.settings.heartbeat_timeout_s)
     job.settling_until_s = now + patience_s
+    job.wake_at(now)  # the first event may be about something else
     job.finishing_since_s = now
     for agent in job.agents.values():
         agent.gone_s = now
