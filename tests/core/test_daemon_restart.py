@@ -159,3 +159,18 @@ def test_pause_outlives_the_daemon() -> None:
     migration_id, out = cluster.daemon.request_migration(cluster.now, "j", rank=1, who="root")
     cluster.do(out)
     assert cluster.daemon.sentences()[migration_id] == "queued: tmd is paused"
+
+
+def test_a_node_that_rebooted_while_the_daemon_was_away_has_lost_its_rank_and_nothing_else() -> None:
+    """The ledger names the agent of the node's earlier life, which will never say hello again."""
+    cluster = running()
+    cluster.disconnect("n1")
+    cluster.kill_node("n1")
+    cluster.restart_daemon()
+    cluster.join("n1")
+    cluster.reconnect("n0", "n2", "n3", "n4")
+    cluster.pass_time(10.0)
+    assert cluster.job.state == "running"
+    cluster.train(2)
+    assert cluster.migration().state == "done"
+    assert list(cluster.migration().leavers) == [1]

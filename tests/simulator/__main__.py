@@ -1,6 +1,6 @@
 """`python -m tests.simulator --seed N [--verbose]` replays one seed; `--seeds A:B --jobs 2` runs many and sums up.
 
-Exit code 1 if any seed breaks a rule.
+Exit code 1 if any seed breaks a rule, or shows too little to be worth running.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import time
 from collections.abc import Iterator
 
 from tests.simulator.run import Outcome, run_seed
+
+#: What every seed must at least go through.
+LEAST_EVENTS, LEAST_FAULTS = 300, 3
 
 
 def _range(text: str) -> range:
@@ -58,7 +61,11 @@ def _run_many(seeds: range, bug: str, jobs: int, show: int) -> int:
     print("faults:", ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()))
     print("jobs:", ", ".join(f"{result} {count}" for result, count in results.most_common()))
     print(f"violations: {len(broken)}" + (f", first seed {min(outcome.seed for outcome in broken)}" if broken else ""))
-    return 1 if broken else 0
+    thin = not bug and (min(events) < LEAST_EVENTS or min(faults) < LEAST_FAULTS)
+    if thin:
+        print(f"too thin: every seed should have at least {LEAST_EVENTS} events and {LEAST_FAULTS} faults")
+    print(f"{len(events) - len(broken)} passed, {len(broken)} failed")
+    return 1 if broken or thin else 0
 
 
 def main() -> int:

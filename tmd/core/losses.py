@@ -171,9 +171,9 @@ def _when_all_are_away(job: Job, now: float, plays: set[str]) -> float:
     """If of several agents with members not one is heard, nobody could be brought to recover: they get as long as survivors
     hold by themselves, and once one is heard again the others get some time, too. Until when that is."""
     settings = job.settings
-    agents = [job.agents[agent_id] for agent_id in plays]
+    agents = [job.agents[agent_id] for agent_id in plays if agent_id in job.agents]  # who never said hello again is away, too
     away = [not agent.connected or now - agent.heard_s >= settings.heartbeat_timeout_s / 2 for agent in agents]
-    if len(agents) > 1 and all(away):
+    if len(plays) > 1 and agents and all(away):
         job.all_away_s = now
         job.wake_at(now + settings.heartbeat_s)
         return max(agent.heard_s for agent in agents) + settings.hold_limit_s

@@ -12,7 +12,7 @@ from tmd.core.poison import call_off
 from tmd.core.processes import Process
 from tmd.core.records import MigrationRecord
 from tmd.core.timings import open_window
-from tmd.protocol.membership import Resolution, Source
+from tmd.protocol.membership import Install, Resolution, Source
 
 
 def notice_trouble(job: Job, now: float) -> None:
@@ -286,11 +286,7 @@ def _conclude(job: Job, now: float, recovery: Recovery) -> str:
     if inexact and attempt.install.target_step == 0:
         lost = f"the small state of {job.name(inexact[0])} was lost before the first step"
         return _restart(job, now, f"{recovery.sign}, and {lost}")
-    lines = tuple(
-        f"step {attempt.install.target_step}: RNG, data position and buffers of {job.name(process)} are "
-        f"{process.report.record_origin}, because it was lost together with its buddy"
-        for process in inexact
-    )
+    lines = tuple(_approximation(job, attempt.install, process) for process in inexact)
     event = installing.go(job, now)
     if lines:
         job.evolve(now, approximations=(*job.record.approximations, *lines))
@@ -299,6 +295,16 @@ def _conclude(job: Job, now: float, recovery: Recovery) -> str:
         if migration.kind == "unplanned":
             _migration_done(job, now, migration, event)
     return "running"
+
+
+def _approximation(job: Job, install: Install, process: Process) -> str:
+    """What of a joiner's state is not exactly that of the lost rank, and why."""
+    rank = process.record.rank
+    source = install.joining[rank] if rank is not None else None
+    alone = source is not None and source.record_rank is not None
+    why = "what it changed after its last vote was lost with it" if alone else "it was lost together with its buddy"
+    origin = process.report.record_origin
+    return f"step {install.target_step}: RNG, data position and buffers of {job.name(process)} are {origin}, because {why}"
 
 
 def _migration_done(job: Job, now: float, migration: MigrationRecord, event: int) -> None:

@@ -25,6 +25,23 @@ def document(run: Run, verdict: Comparison, normal_step_s: float) -> dict[str, A
     }
 
 
+def shortcomings(report: dict[str, Any]) -> list[str]:
+    """Why a run with one drained and one killed node did not go as it must; empty if it did."""
+    faults = []
+    if not report["bit_identical"]:
+        faults.append("the run differs from the undisturbed one")
+    if report["stayers_restarted"]:
+        faults.append(f"{report['stayers_restarted']} ranks had to restart that were not replaced")
+    done = [each for each in report["migrations"] if each["state"] == "done"]
+    kinds = {each["kind"] for each in done}
+    if kinds != {"planned", "unplanned"}:
+        faults.append(f"expected a planned and an unplanned migration, done were {sorted(kinds) or 'none'}")
+    reopened = sum(each["stayer_links_reopened"] for each in done if each["kind"] == "planned")
+    if reopened:
+        faults.append(f"{reopened} links between stayers were opened anew by a planned move")
+    return faults
+
+
 def _migration(record: dict[str, Any]) -> dict[str, Any]:
     return {
         "kind": record["kind"],
