@@ -12,7 +12,7 @@ from tests.session.outcome import Outcome
 from tests.session.test_unplanned import MOMENTS
 from tests.session.training import VARIANTS
 
-RUNS = int(os.environ.get("TMD_RANDOM_KILL_RUNS", "3"))
+RUNS = int(os.environ.get("TMD_RANDOM_KILL_RUNS", "34"))
 WORLD_SIZE = 4
 #: The moments that some ranks do not pass: only those with a parent, or with children, in the vote's tree.
 ROLES = {"vote.after_up": [1, 2, 3], "vote.child.0": [0, 1]}

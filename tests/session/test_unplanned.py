@@ -45,6 +45,29 @@ def test_a_rank_killed_at_any_moment_of_a_step_is_replaced_bit_for_bit(moment: s
     Outcome.of(cluster.folder).assert_same_as(reference, unlogged=1)
 
 
+@pytest.mark.parametrize(
+    ("moment", "rank"),
+    [
+        ("vote.decided", 0),
+        ("vote.child.0", 0),
+        ("vote.child.1", 0),
+        ("vote.after_up", 1),
+        ("vote.decided", 1),
+        ("vote.child.0", 1),
+        ("vote.after_up", 3),
+        ("vote.decided", 3),
+    ],
+)
+def test_root_inner_rank_and_leaf_killed_at_every_frame_of_the_vote(moment: str, rank: int, lab: Lab, kill: Killing) -> None:
+    """Of four ranks 0 is the root, with the children 1 and 2; 3 is a child of 1."""
+    reference = lab.reference("batchnorm", nodes=4)
+    with lab.cluster("batchnorm", nodes=4, standbys=1, faults=kill(moment, rank=rank, step=3)) as cluster:
+        assert cluster.run().exit_code == 0, cluster.report()
+        assert cluster.faults_fired() == 1
+        assert cluster.core.job("job").record.approximations == ()
+    Outcome.of(cluster.folder).assert_same_as(reference, unlogged=1)
+
+
 def test_rank_0_is_no_different(lab: Lab, kill: Killing) -> None:
     reference = lab.reference(nodes=3)
     with lab.cluster(nodes=3, standbys=1, faults=kill("backward", rank=0, step=3)) as cluster:

@@ -5,6 +5,7 @@ Arguments: folder, steps, then names of variants. Writes loss-<rank>-<pid>.jsonl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -101,7 +102,8 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     averaged = Averaged(net)
     ema = AveragedModel(net, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
-    scaler = torch.amp.GradScaler("cpu", enabled="scaler" in variants, init_scale=2.0**30 if "scaler" in variants else 1.0)
+    # The scale overflows at first and, growing again, every few steps: some steps are skipped by the scaler.
+    scaler = torch.amp.GradScaler("cpu", enabled="scaler" in variants, init_scale=2.0**127, growth_interval=2)
     session.track(model=model, optimizer=optimizer, schedule=schedule, averaged=averaged, scaler=scaler, data=Batches())
     if "ema_module" in variants:
         session.track(ema=ema)
@@ -119,8 +121,9 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
             loss = torch.zeros(())
             for micro in range(accumulate):
                 x, y = step.batch if micro == 0 else step.next_batch()
-                part = (model(x) - y).pow(2).mean() / accumulate
-                scaler.scale(part).backward()
+                with contextlib.nullcontext() if micro == accumulate - 1 else model.no_sync():
+                    part = (model(x) - y).pow(2).mean() / accumulate
+                    scaler.scale(part).backward()
                 loss = loss + part.detach()
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
