@@ -1,0 +1,162 @@
+"""One long job for many losses: each test finds it whole, does something to it, and sees it whole again, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from tests.e2e.cluster import PACE_MS, WORLD_SIZE, Cluster, Job, assert_unharmed, until
+
+#: As many as the reference has.
+STEPS = 1500
+#: So many steps before its end a long job is too short for another test.
+MARGIN = 250
+#: A step lasts at least this long while replacements start, so that one job lasts for many tests.
+IDLE_PACE_MS = 400
+#: A node that lost its processes is replaced within this time, on a busy machine.
+RECOVERY_S = 60.0
+
+
+def strike(pids: Iterable[int]) -> float:
+    """SIGKILL to all of them within microseconds; returns the time."""
+    struck_s = time.time()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return struck_s
+
+
+@dataclasses.dataclass(slots=True)
+class LongJob:
+    """A job of four ranks with two standbys that is started again when it comes near its end."""
+
+    cluster: Cluster
+    reference: Job
+    #: So many are ready before a test acts on it, of as many as there are nodes for.
+    standbys: int = 2
+    spares: int | None = None
+    job: Job | None = None
+    #: Ranks killed so far: each may have died between a commit and the line about it.
+    kills: int = 0
+
+    def whole(self) -> Job:
+        """The job, all of whose standbys are ready; a new one if it is over, spoiled or near its end."""
+        job = self.job
+        if job is not None:
+            view = job.view()
+            if view["record"]["state"] not in ("done", "failed") and view["next_step"] < STEPS - MARGIN:
+                job.set_pace(IDLE_PACE_MS)
+                self._bring_nodes_up()
+                return self._ready(job)
+            self.end()
+        self._bring_nodes_up()
+        self.kills = 0
+        self.job = self.cluster.start_job(standby=self.spares or self.standbys, steps=STEPS, pace_ms=IDLE_PACE_MS)
+        return self._ready(self.job)
+
+    def _ready(self, job: Job) -> Job:
+        job.wait_ready(self.standbys)
+        job.set_pace(PACE_MS)
+        return job
+
+    def end(self) -> None:
+        if self.job is not None:
+            if self.job.record()["state"] not in ("done", "failed"):
+                self.job.cancel()
+            self.job.wait_gone()
+        self.job = None
+
+    def finish(self) -> None:
+        """Lets it run to its end, as fast as it can."""
+        assert self.job is not None
+        self.job.set_pace(0)
+        self.job.wait_state("done")
+        self.job.wait_gone()
+
+    def kill(self, *pids: int) -> float:
+        """SIGKILL to processes of the job, all at once."""
+        self.kills += len(pids)
+        return strike(pids)
+
+    def kill_ranks(self, *ranks: int) -> float:
+        assert self.job is not None
+        pids = self.job.pids()
+        return self.kill(*(pids[rank] for rank in ranks))
+
+    def power_off(self, *ranks: int) -> float:
+        """The nodes of these ranks lose everything at once; nobody tells the resource manager."""
+        assert self.job is not None
+        agents, pids = running_agents(self.job), self.job.pids()
+        self.kills += len(ranks)
+        return strike([*(agents[self.job.node_of(rank)] for rank in ranks), *(pids[rank] for rank in ranks)])
+
+    def recovered(self, since_s: float, *ranks: int) -> dict[str, Any]:
+        """The record of the recovery that replaced these ranks, once the job commits steps again, unharmed."""
+        assert self.job is not None
+        record = recovery_of(self.job, since_s, set(ranks))
+        self.job.wait_progress()
+        self.assert_unharmed()
+        return record
+
+    def assert_unharmed(self) -> None:
+        assert self.job is not None
+        assert self.job.record()["approximations"] == []
+        assert_unharmed(self.job, self.reference, lines_lost=self.kills)
+
+    def _bring_nodes_up(self) -> None:
+        """Every node is on, not drained, and has an agent that serves the job."""
+        self.cluster.tidy()
+        if self.job is None or self.job.record()["state"] in ("done", "failed"):
+            return
+        serving = {each["node"] for each in self.job.view()["nodes"] if each["use"] in ("training", "standby")}
+        for node in {each["node"] for each in self.job.agents()} - (serving & running_agents(self.job).keys()):
+            # A node that was killed is called down only after a while; one that merely has no agent must be killed first.
+            if self.cluster.tmctl("local", "up", node).exit_code != 0:
+                self.cluster.reboot(node)
+
+
+
+def running_agents(job: Job) -> dict[str, int]:
+    """Node -> pid of its agent."""
+    return {agent["node"]: agent["pid"] for agent in job.agents() if agent["running"]}
+
+
+def recovery_of(job: Job, since_s: float, ranks: set[int]) -> dict[str, Any]:
+    """The record of the unplanned migration that replaced all of these ranks, once it is done."""
+
+    def found() -> dict[str, Any] | None:
+        view = job.view()
+        assert view["record"]["state"] not in ("done", "failed"), view["record"]["reason"]
+        for record in job.migrations():
+            if record["kind"] == "unplanned" and record["started_s"] >= since_s - 0.05:
+                assert record["state"] not in ("failed", "aborted"), record["reason"]
+                if record["state"] == "done" and ranks <= {int(rank) for rank in record["leavers"]}:
+                    return record
+        return None
+
+    record = until(found, f"ranks {sorted(ranks)} of {job.id} are replaced", within_s=RECOVERY_S)
+    assert record is not None
+    return record
+
+
+def stayers(before: dict[int, int], after: dict[int, int]) -> set[int]:
+    """Ranks whose process is the same."""
+    return {rank for rank in range(WORLD_SIZE) if before[rank] == after[rank]}
+
+
+def continue_stopped(pid: int) -> None:
+    os.kill(pid, signal.SIGCONT)
+
+
+def written(job: Job) -> int:
+    """The last step of which a rank has written a line: progress that is seen without the daemon."""
+    return max((row["step"] for row in job.rows()), default=-1)
+
+
+def wait_written(job: Job, steps: int) -> None:
+    """So many more steps are committed, as the ranks' files say."""
+    target = written(job) + steps
+    until(lambda: written(job) >= target, f"step {target} of {job.id} is written")
