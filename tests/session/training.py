@@ -112,6 +112,7 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
     np.random.seed(session.rank)
     random.seed(session.rank)
     accumulate = 3 if "accumulate" in variants else 1
+    weight = 64.0 if "scaler" in variants else 1.0
     for step in session.steps(total):
         with step:
             misbehave(session, step, variants)
@@ -122,7 +123,7 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
             for micro in range(accumulate):
                 x, y = step.batch if micro == 0 else step.next_batch()
                 with contextlib.nullcontext() if micro == accumulate - 1 else model.no_sync():
-                    part = (model(x) - y).pow(2).mean() / accumulate
+                    part = weight * (model(x) - y).pow(2).mean() / accumulate
                     scaler.scale(part).backward()
                 loss = loss + part.detach()
             scaler.unscale_(optimizer)
