@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -140,17 +139,6 @@ def test_undo_of_what_was_not_saved_does_nothing() -> None:
     before = made.tracked.digest()
     made.tracked.undo(made.optimizer)
     assert made.tracked.digest() == before
-
-
-def test_the_snapshot_of_a_small_model_takes_well_under_a_millisecond() -> None:
-    made = build()
-    run(made, 2)
-    best_s = 1.0
-    for _ in range(50):
-        began_s = time.perf_counter()
-        made.tracked.snapshot_small()
-        best_s = min(best_s, time.perf_counter() - began_s)
-    assert best_s < 0.001
 
 
 # ---------------------------------------------------------------- records

@@ -54,7 +54,7 @@ _CACHE_DIRECTORIES = ("~/.cache", "~/.triton")
 
 
 class SandboxRefused(PermissionError):
-    """The user's code tried to reach the outside from a shadow step or a standby's build."""
+    """The user's code tried to reach the outside on a standby that only rehearses."""
 
 
 class _Exempt(threading.local):
