@@ -32,6 +32,7 @@ from tmd.protocol.agent import (
     ToAgent,
 )
 from tmd.protocol.codec import FROM_AGENT, PROTOCOL, TO_AGENT
+from tmd.protocol.keys import fingerprint
 from tmd.protocol.rank import Directive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,10 @@ class StandInDaemon:
         self.heartbeat_s = heartbeat_s
         self.hold_limit_s = hold_limit_s
         self.refuse = refuse
+        #: What it proves to be with: the job's key as its ledger has it; None: it does not know the job.
+        self.key: bytes | None = KEY
+        #: Sent right behind every greeting.
+        self.at_once: AgentDirective | None = None
         self.generation = 1
         self.sequence = 0
         self.hellos: list[AgentHello] = []
@@ -106,6 +111,8 @@ class StandInDaemon:
                 self.hellos.append(message)
                 self._socket = socket
                 await self.send(self._greeting())
+                if self.at_once is not None:
+                    await self.send(self.at_once)
             case AgentStatus():
                 self.statuses.append(message)
             case StoreRequest():
@@ -113,13 +120,15 @@ class StandInDaemon:
 
     def _greeting(self) -> ToAgent:
         if self.refuse:
-            return AgentRefused(reason=self.refuse)
+            known = fingerprint(self.key) if self.key is not None else ""
+            return AgentRefused(reason=self.refuse, key_fingerprint=known, generation=self.generation)
+        assert self.key is not None, "who does not know the job welcomes nobody"
         return AgentWelcome(
             protocol=PROTOCOL,
             generation=self.generation,
             heartbeat_s=self.heartbeat_s,
             hold_limit_s=self.hold_limit_s,
-            job_key=KEY,
+            job_key=self.key,
         )
 
     async def send(self, message: ToAgent) -> None:

@@ -7,11 +7,13 @@ import os
 import signal
 import time
 
+import msgspec
 import psutil
 
-from tests.agent.agent_rig import RANK_PROGRAM, Agent, Rig, StandInDaemon, order, spec, stop_again, until
+from tests.agent.agent_rig import KEY, RANK_PROGRAM, Agent, Rig, StandInDaemon, order, spec, stop_again, until
 from tmd.protocol.agent import JobOver, ProcessStatus, StoreReply
 from tmd.protocol.codec import PROTOCOL
+from tmd.protocol.keys import fingerprint
 
 
 async def two_ranks(rig: Rig, daemon: StandInDaemon, *mode: str) -> Agent:
@@ -176,7 +178,7 @@ async def test_ranks_outlive_the_daemon_and_are_reported_to_the_next_one(rig: Ri
     await until("both requests", lambda: len(daemon.requests) == 2)
     await daemon.restart()
     again = await daemon.connected()
-    assert again == hello
+    assert again == msgspec.structs.replace(hello, key_fingerprint=fingerprint(KEY), generation=1)
     for name, known in before.items():
         process = await daemon.state(name, "running")
         assert known is not None
@@ -302,5 +304,5 @@ async def test_a_flooding_rank_neither_starves_the_others_nor_floods_the_daemon(
     await rig.heard_kind("i-b", "rank_order")
     elapsed_s = time.monotonic() - begin_s
     used_s = sum(psutil.Process(agent.process.pid).cpu_times()[:2]) - begin_cpu_s
-    assert used_s < 0.7 * elapsed_s
+    assert used_s < 0.9 * elapsed_s
     assert len(daemon.statuses) - first < 40 * elapsed_s + 20

@@ -242,6 +242,8 @@ class Cluster:
         self.agents: dict[str, Agent] = {}
         self.ranks: dict[str, Rank] = {}
         self.released: list[str] = []
+        #: What refusals proved to come from: the key's fingerprint and the life of the daemon.
+        self.refusals: list[tuple[str, int]] = []
         #: Everything that the daemon asked for, event by event.
         self.batches: list[list[Instruction]] = []
         #: What does not happen by itself for now: "links", "staging", "state", "build", "warm".
@@ -418,7 +420,8 @@ class Cluster:
                     self.ledger.write(instruction)
                 case ReleaseNode(_, node, _):
                     self.released.append(node)
-                case RefuseAgent(agent_id, reason):
+                case RefuseAgent(agent_id, reason, key_fingerprint, generation):
+                    self.refusals.append((key_fingerprint, generation))
                     agents[agent_id].refused = reason
                     agents[agent_id].connected = False
                     for rank in agents[agent_id].ranks():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.core.daemon_rig import Cluster
+from tmd.core.daemon import STRANGER_KEPT_S
 from tmd.protocol.codec import PROTOCOL
+from tmd.protocol.keys import fingerprint
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,52 @@ def test_an_agent_that_reconnects_is_told_again_what_to_do_and_nothing_starts_tw
     assert set(cluster.ranks) == processes
     assert all(rank.alive for rank in cluster.ranks.values())
     cluster.train(2)
+
+
+def test_agents_that_run_under_another_ledger_are_turned_away_without_proof_and_nothing_is_done_to_them() -> None:
+    """The ledger was emptied while job j ran: the agents know its key, this daemon does not."""
+    cluster = Cluster(nnodes=2, start=False)
+    for node in ("n0", "n1"):
+        agent = cluster.join(node, key_fingerprint=fingerprint(b"of the old ledger"), generation=4)
+        assert agent.refused.startswith("job j runs under another ledger, this one does not know it")
+    assert cluster.refusals == [("", 1), ("", 1)]
+    assert (cluster.ledger.jobs, cluster.ranks) == ({}, {})
+    assert cluster.sentence().startswith("job j runs under another ledger")
+    assert [event.kind for event in cluster.ledger.events] == ["refused"], "it is told once, though they come again and again"
+
+
+def test_a_new_agent_does_not_begin_a_job_anew_that_runs_under_another_ledger() -> None:
+    cluster = Cluster(nnodes=2, start=False)
+    cluster.join("n0", key_fingerprint=fingerprint(b"of the old ledger"))
+    assert "runs under another ledger" in cluster.join("n2").refused
+    assert cluster.ledger.jobs == {}
+    cluster.pass_time(STRANGER_KEPT_S)
+    assert not cluster.join("n3").refused, "the old agents have gone"
+
+
+def test_a_ledger_that_has_another_key_for_the_job_does_not_touch_its_ranks() -> None:
+    cluster = Cluster(nnodes=2, standbys=0)
+    cluster.train(2)
+    stranger = cluster.join("n1", key_fingerprint=fingerprint(b"of the old ledger"))
+    assert "this one has another key for it" in stranger.refused
+    assert cluster.refusals == [("", 1)]
+    cluster.train(2)
+
+
+def test_a_ledger_that_is_older_than_the_running_job_does_not_touch_its_ranks() -> None:
+    cluster = Cluster(nnodes=2, standbys=0)
+    stranger = cluster.join("n1", key_fingerprint=fingerprint(b"key"), generation=2)
+    assert "this one is older (life 1 of the daemon here, 2 there)" in stranger.refused
+
+
+def test_the_refusal_of_an_agent_whose_life_is_over_proves_that_it_comes_from_the_jobs_own_daemon() -> None:
+    cluster = Cluster(nnodes=2, standbys=1)
+    cluster.train(3)
+    cluster.kill_node("n1")
+    former = cluster.agents["n1"]
+    former.hello = msgspec.structs.replace(former.hello, key_fingerprint=fingerprint(b"key"), generation=1)
+    cluster.say_hello(former)
+    assert cluster.refusals == [(fingerprint(b"key"), 1)]
 
 
 def test_a_job_that_has_ended_tells_its_agents_again_and_takes_no_new_ones() -> None:

@@ -171,7 +171,8 @@ async def find_job(context: Context, caller: Caller, job_id: str) -> JobView:
         record = await context.ledger.job(job_id)
         if record is None:
             known = [each.record.job_id for each in context.core.jobs() if caller.may_see(each.record)]
-            raise ApiError(404, f"there is no job {job_id}", f"jobs here: {', '.join(known) or 'none'}")
+            stranger = context.core.stranger(job_id)
+            raise ApiError(404, stranger or f"there is no job {job_id}", f"jobs here: {', '.join(known) or 'none'}")
         view = JobView(record=record)
     if not caller.may_see(view.record):
         raise ApiError(403, f"job {job_id} is not yours", "ask its owner or an operator")

@@ -7,6 +7,7 @@ from tmd.core.processes import Agent
 from tmd.core.records import JobRecord
 from tmd.protocol.agent import AgentHello
 from tmd.protocol.codec import check_protocol
+from tmd.protocol.keys import fingerprint
 
 
 def misfit(hello: AgentHello) -> str | None:
@@ -19,6 +20,25 @@ def misfit(hello: AgentHello) -> str | None:
     if not hello.job_id or not hello.node or not hello.agent_id:
         return "the hello names no job, no node or no agent: start tmd-run with --job-id and --node, or inside a Slurm job"
     return None
+
+
+def other_ledger(job: Job | None, hello: AgentHello, generation: int) -> str | None:
+    """Why the processes of this agent were started under another ledger than this one, or None. Whatever this daemon believes, it
+    must neither end nor replace them."""
+    if not hello.key_fingerprint:
+        return None
+    if job is None:
+        why = "this one does not know it"
+    elif fingerprint(job.record.job_key) != hello.key_fingerprint:
+        why = "this one has another key for it"
+    elif hello.generation > generation:
+        why = f"this one is older (life {generation} of the daemon here, {hello.generation} there)"
+    else:
+        return None
+    return (
+        f"job {hello.job_id} runs under another ledger, {why}: its ranks go on without this daemon; bring that ledger back, or "
+        "end the job"
+    )
 
 
 def difference(record: JobRecord, hello: AgentHello) -> str | None:

@@ -20,8 +20,12 @@ from tmd.core.upkeep import release_nodes
 from tmd.core.views import JobView, MigrationView, NodeView, RankView
 from tmd.protocol.agent import AgentHello, AgentStatus, AgentWelcome
 from tmd.protocol.codec import PROTOCOL
+from tmd.protocol.keys import fingerprint
 
 __all__ = ["DaemonCore", "Refused"]
+
+#: Agents of a job that runs under another ledger come again much more often than this.
+STRANGER_KEPT_S = 60.0
 
 
 class DaemonCore:
@@ -36,6 +40,8 @@ class DaemonCore:
         self._jobs = {record.job_id: restore.restore_job(record, snapshot, settings, self._journal) for record in snapshot.jobs}
         #: Agent -> its job.
         self._job_of = {agent_id: job for job in self._jobs.values() for agent_id in job.agents}
+        #: Jobs whose agents come although they run under another ledger: what is said of them, and when they came last.
+        self._strangers: dict[str, tuple[str, float]] = {}
         #: The resource manager's word, by node.
         self._node_states: dict[str, tuple[NodeState, str]] = {}
         #: Jobs from the ledger whose deadlines do not count yet: no event has told the time.
@@ -54,11 +60,16 @@ class DaemonCore:
         if reason is not None:
             return self._refuse(now, hello, reason)
         job = self._jobs.get(hello.job_id)
+        reason = agents.other_ledger(job, hello, self._sequence.generation)
+        if reason is not None:
+            return self._turn_away(now, hello, reason)
+        if job is None and hello.job_id in self._strangers:
+            return self._refuse(now, hello, self._strangers[hello.job_id][0])
         if job is None:
             job = Job(agents.new_job(now, hello, job_key), self._settings, self._journal)
         reason = agents.fence_reason(job, hello) or agents.difference(job.record, hello) or agents.crowded_out(job, hello, now)
         if reason is not None:
-            return self._refuse(now, hello, reason)
+            return self._refuse(now, hello, reason, job)
         return self._admit(now, job, hello)
 
     def agent_status(self, now: float, status: AgentStatus) -> list[Instruction]:
@@ -68,7 +79,7 @@ class DaemonCore:
             return []
         agent = job.agents[status.agent_id]
         if agent.fenced:
-            return [RefuseAgent(agent.agent_id, agent.fenced)]
+            return [self._refusal(agent.agent_id, agent.fenced, job)]
         if not intake.take_status(job, now, agent, status):
             return []
         return self._carry_on(now, job)
@@ -181,13 +192,18 @@ class DaemonCore:
 
     def sentences(self) -> dict[str, str]:
         """What each object does or waits for, one human sentence each: job, migration, node and standby ids."""
-        return {subject: text for job in self._jobs.values() for subject, text in show.sentences(job).items()}
+        told = {subject: text for job in self._jobs.values() for subject, text in show.sentences(job).items()}
+        return told | {job_id: text for job_id, (text, _) in self._strangers.items()}
 
     def jobs(self) -> list[JobView]:
         return [show.job(job) for job in self._jobs.values()]
 
     def job(self, job_id: str) -> JobView | None:
         return show.job(self._jobs[job_id]) if job_id in self._jobs else None
+
+    def stranger(self, job_id: str) -> str | None:
+        """What is to be said of a job whose agents come although it runs under another ledger."""
+        return self._strangers[job_id][0] if job_id in self._strangers else None
 
     def nodes(self) -> list[NodeView]:
         return [view for job in self._jobs.values() for view in show.nodes(job)]
@@ -202,7 +218,9 @@ class DaemonCore:
     # ---------------------------------------------------------------- within
 
     def _begin(self, now: float) -> None:
-        """The first event tells a restarted daemon the time."""
+        """The first event tells a restarted daemon the time. Of strangers that come no more nothing is said."""
+        for job_id in [job_id for job_id, (_, seen_s) in self._strangers.items() if now - seen_s >= STRANGER_KEPT_S]:
+            del self._strangers[job_id]
         for job in self._restored:
             restore.begin(job, now)
         self._restored.clear()
@@ -223,7 +241,7 @@ class DaemonCore:
         if reason is not None:
             agent.fenced = f"node {hello.node} cannot take part in job {job.job_id}: {reason}"
             job.set_node(now, hello.node, use="released", reason=reason)
-            return [*self._carry_on(now, job), RefuseAgent(agent.agent_id, agent.fenced)]
+            return [*self._carry_on(now, job), self._refusal(agent.agent_id, agent.fenced, job)]
         welcome = AgentWelcome(
             protocol=PROTOCOL,
             generation=self._sequence.generation,
@@ -242,10 +260,21 @@ class DaemonCore:
             self._node_states.pop(node, None)
         job.set_node(now, node, state=state, reason=reason)
 
-    def _refuse(self, now: float, hello: AgentHello, reason: str) -> list[Instruction]:
+    def _refuse(self, now: float, hello: AgentHello, reason: str, job: Job | None = None) -> list[Instruction]:
         self._journal.tell(now, job_id=hello.job_id, subject=hello.node, kind="refused", text=reason)
         persist = self._journal.take()
-        return [*([persist] if persist is not None else []), RefuseAgent(hello.agent_id, reason)]
+        return [*([persist] if persist is not None else []), self._refusal(hello.agent_id, reason, job)]
+
+    def _refusal(self, agent_id: str, reason: str, job: Job | None) -> RefuseAgent:
+        """With the proof that this daemon may end the job's ranks, if it may."""
+        proof = fingerprint(job.record.job_key) if job is not None else ""
+        return RefuseAgent(agent_id, reason, proof, self._sequence.generation)
+
+    def _turn_away(self, now: float, hello: AgentHello, reason: str) -> list[Instruction]:
+        """It will come again every few seconds, so this is told once."""
+        known = hello.job_id in self._strangers
+        self._strangers[hello.job_id] = (reason, now)
+        return [self._refusal(hello.agent_id, reason, None)] if known else self._refuse(now, hello, reason)
 
     def _existing_job(self, job_id: str) -> Job:
         job = self._jobs.get(job_id)

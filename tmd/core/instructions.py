@@ -30,10 +30,13 @@ class WelcomeAgent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RefuseAgent:
-    """Tell the agent why and close the connection; it must not come back."""
+    """Tell the agent why and close the connection; it must not come back. With the proof (the fingerprint of the job's key, and
+    which life of the daemon this is) it ends its ranks, too; without it they go on."""
 
     agent_id: str
     reason: str
+    key_fingerprint: str = ""
+    generation: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -59,10 +59,10 @@ class AgentConnection:
         self._directive = instruction
         self._bell.set()
 
-    def close(self, reason: str = "") -> None:
-        """After what waits has been sent; with a reason the agent is told not to come back."""
-        if reason:
-            self.send(AgentRefused(reason=reason))
+    def close(self, refusal: AgentRefused | None = None) -> None:
+        """After what waits has been sent; with a refusal the agent is told not to come back."""
+        if refusal is not None:
+            self.send(refusal)
         self._closing = True
         self._bell.set()
 
@@ -112,9 +112,9 @@ class AgentHub:
                 connection.send(instruction.welcome)
             case DirectAgent():
                 connection.direct(instruction)
-            case RefuseAgent():
-                _log(connection, logging.WARNING, "agent refused: %s", instruction.reason)
-                connection.close(instruction.reason)
+            case RefuseAgent(_, reason, key_fingerprint, generation):
+                _log(connection, logging.WARNING, "agent refused: %s", reason)
+                connection.close(AgentRefused(reason=reason, key_fingerprint=key_fingerprint, generation=generation))
 
     def job_ended(self, job_id: str) -> None:
         for agent_id in [agent for agent, job in self._jobs_of_agents.items() if job == job_id]:
@@ -183,7 +183,7 @@ class AgentHub:
         try:
             await asyncio.wait((sender, receiver), return_when=asyncio.FIRST_COMPLETED)
             if receiver.done() and isinstance(receiver.exception(), MessageRefused):
-                connection.close(str(receiver.exception()))
+                connection.close(AgentRefused(reason=str(receiver.exception())))
                 await asyncio.wait((sender,), timeout=SEND_TIMEOUT_S)
         finally:
             for task in (sender, receiver):

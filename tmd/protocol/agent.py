@@ -37,6 +37,10 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     uid: int = -1
     #: Proof of the job owner where the socket gives no peer credentials.
     token: str = ""
+    #: Once it has started processes (1.1): which job key they were given (see tmd.protocol.keys), and the last life of a daemon
+    #: that it has obeyed. A daemon whose ledger has another key, or is older, must leave them alone.
+    key_fingerprint: str = ""
+    generation: int = 0
 
 
 class AgentWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -50,9 +54,12 @@ class AgentWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class AgentRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """Final: the agent prints the reason and ends."""
+    """Final: the agent prints the reason and ends. But one that has started processes only believes a daemon that proves to be
+    its job's: by the fingerprint of the job's key, and a generation that is not older (1.1)."""
 
     reason: str
+    key_fingerprint: str = ""
+    generation: int = 0
 
 
 ProcessState = Literal["starting", "running", "exiting", "exited"]

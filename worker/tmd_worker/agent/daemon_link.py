@@ -12,7 +12,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import aiohttp
 
@@ -36,12 +36,26 @@ REQUESTS_LIMIT = 4096
 REQUESTS_LIMIT_BYTES = 64 << 20
 
 
+#: Pause between attempts while what answers is not this job's daemon.
+NOT_OURS_PAUSE_S = 5.0
+
+
 class DaemonRefusal(Exception):
     """The daemon does not serve this agent, and never will; the text is its reason."""
 
 
+class NotOurDaemon(Exception):
+    """What answers is not the daemon of the running ranks, so nothing it says counts; the text is why."""
+
+
 class LinkOwner(Protocol):
     """Who the link works for."""
+
+    def hello(self) -> AgentHello: ...
+
+    def objection(self, answer: AgentWelcome | AgentRefused) -> str | None:
+        """Why the daemon that answers so has no say in what runs here, or None."""
+        ...
 
     def status(self) -> AgentStatus: ...
 
@@ -55,9 +69,8 @@ class LinkOwner(Protocol):
 class DaemonLink:
     """All connections of one agent's life, one after the other."""
 
-    def __init__(self, address: DaemonAddress, hello: AgentHello, owner: LinkOwner, say: Callable[[str], None]) -> None:
+    def __init__(self, address: DaemonAddress, owner: LinkOwner, say: Callable[[str], None]) -> None:
         self._address = address
-        self._hello = hello
         self._owner = owner
         self._say = say
         self._heartbeat_s = 1.0
@@ -71,6 +84,7 @@ class DaemonLink:
         self._connected = False
         self._away_since_s = time.monotonic()
         self._reminded_s = 0.0
+        self._reminded_of = False
 
     # ---------------------------------------------------------------- for the owner
 
@@ -119,15 +133,19 @@ class DaemonLink:
             began_s = time.monotonic()
             try:
                 trouble = await self._connection()
+                not_ours = False
+            except NotOurDaemon as error:
+                trouble, not_ours = str(error), True
+                backoff_s = NOT_OURS_PAUSE_S
             except (OSError, TimeoutError, aiohttp.ClientError) as error:
-                trouble = _words(error)
+                trouble, not_ours = _words(error), False
             if self._connected:
                 self._connected = False
                 self._away_since_s = time.monotonic()
                 self._reminded_s = 0.0
                 if self._away_since_s - began_s >= STEADY_S:
                     backoff_s = BACKOFF_FIRST_S
-            self._remind(trouble)
+            self._remind(trouble, not_ours)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, BACKOFF_LIMIT_S)
 
@@ -151,15 +169,17 @@ class DaemonLink:
                         await socket.close()
 
     async def _speak(self, socket: aiohttp.ClientWebSocketResponse) -> str:
-        await socket.send_bytes(FROM_AGENT.encode(self._hello))
+        await socket.send_bytes(FROM_AGENT.encode(self._owner.hello()))
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             first = await self._receive(socket)
         if first is None:
             return "it closed the connection at once"
         if isinstance(first, AgentRefused):
-            raise DaemonRefusal(first.reason)
+            self._refused(first)
         if not isinstance(first, AgentWelcome):
             raise MessageRefused(f"{type(first).__name__} before a welcome")
+        if reason := self._owner.objection(first):
+            raise NotOurDaemon(reason)
         if reason := check_protocol(first.protocol):
             raise DaemonRefusal(reason)
         self._welcomed(first)
@@ -175,6 +195,11 @@ class DaemonLink:
                 task.cancel()
             await asyncio.gather(sender, receiver, return_exceptions=True)
 
+    def _refused(self, refusal: AgentRefused) -> NoReturn:
+        if objection := self._owner.objection(refusal):
+            raise NotOurDaemon(f"{objection}. It says: {refusal.reason}")
+        raise DaemonRefusal(refusal.reason)
+
     def _welcomed(self, welcome: AgentWelcome) -> None:
         self._say(f"connected to the daemon at {self._address.text} (generation {welcome.generation})")
         self._connected = True
@@ -183,14 +208,18 @@ class DaemonLink:
         self._owner.on_welcome(welcome)
         self._send_status()
 
-    def _remind(self, trouble: str) -> None:
+    def _remind(self, trouble: str, not_ours: bool) -> None:
         now = time.monotonic()
-        if not self._reminded_s or now - self._reminded_s >= REMIND_S:
-            self._reminded_s = now
-            self._say(
-                f"no daemon at {self._address.text}: {trouble}; running ranks go on, this agent tries again until it is back "
-                "(on the head node: systemctl status tmd)"
-            )
+        if self._reminded_s and self._reminded_of == not_ours and now - self._reminded_s < REMIND_S:
+            return
+        self._reminded_s, self._reminded_of = now, not_ours
+        if not_ours:
+            self._say(f"the daemon at {self._address.text} is not this job's: {trouble}")
+            return
+        self._say(
+            f"no daemon at {self._address.text}: {trouble}; running ranks go on, this agent tries again until it is back "
+            "(on the head node: systemctl status tmd)"
+        )
 
     # ---------------------------------------------------------------- messages
 
@@ -215,7 +244,7 @@ class DaemonLink:
                 self._answered((message.incarnation, message.request_id))
                 self._owner.on_store_reply(message)
             elif isinstance(message, AgentRefused):
-                raise DaemonRefusal(message.reason)
+                self._refused(message)
 
     def _answered(self, key: tuple[str, int]) -> None:
         request = self._requests.pop(key, None)

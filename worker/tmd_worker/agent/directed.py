@@ -23,6 +23,7 @@ import tmd
 from tmd.protocol.agent import (
     AgentDirective,
     AgentHello,
+    AgentRefused,
     AgentStatus,
     AgentWelcome,
     ProcessSpec,
@@ -31,6 +32,7 @@ from tmd.protocol.agent import (
 )
 from tmd.protocol.codec import FROM_RANK, PROTOCOL
 from tmd.protocol.control import FromRank, RankUpdate, RankWelcome
+from tmd.protocol.keys import fingerprint
 from tmd.protocol.rank import Directive, RankStatus
 from tmd_worker.agent import identity
 from tmd_worker.agent.daemon_link import DaemonLink, DaemonRefusal
@@ -102,7 +104,8 @@ class DirectedNode:
         self.agent_id = f"{settings.node}-{os.getpid()}-{secrets.token_hex(6)}"
         self._threads = identity.rank_threads(settings.nproc_per_node, os.environ)
         self.processes = Processes(settings.launch, settings.logs, pump, on_exiting=self._on_exiting, on_exited=self._on_exited)
-        self.link = DaemonLink(settings.daemon, self._hello(), self, say)
+        self._hello = self._first_hello()
+        self.link = DaemonLink(settings.daemon, self, say)
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._welcome: AgentWelcome | None = None
         self._newest: AgentDirective | None = None
@@ -132,14 +135,33 @@ class DirectedNode:
             processes=(*living, *self._exited.values()),
         )
 
+    def hello(self) -> AgentHello:
+        ours = self._ours()
+        if ours is None:
+            return self._hello
+        return msgspec.structs.replace(self._hello, key_fingerprint=fingerprint(ours.job_key), generation=ours.generation)
+
+    def objection(self, answer: AgentWelcome | AgentRefused) -> str | None:
+        ours = self._ours()
+        if ours is None:
+            return None
+        key = answer.key_fingerprint if isinstance(answer, AgentRefused) else fingerprint(answer.job_key)
+        if key != fingerprint(ours.job_key):
+            what = "has another key for the job" if key else "does not know the job's key"
+        elif answer.generation < ours.generation:
+            what = f"is an older one (life {answer.generation} of the daemon; here life {ours.generation} is known)"
+        else:
+            return None
+        return (
+            f"its ledger {what}, so that of the processes here was lost or replaced. They go on, but nobody can be replaced: "
+            "bring the old ledger back (this agent tries again until then), or end the job and submit it again"
+        )
+
+    def _ours(self) -> AgentWelcome | None:
+        """The last welcome of the daemon that the processes here belong to; None before any was started."""
+        return self._welcome if self._members or self._exited else None
+
     def on_welcome(self, welcome: AgentWelcome) -> None:
-        before = self._welcome
-        if before is not None and self._members and before.job_key != welcome.job_key:
-            self._say(
-                "the daemon has another key for this job than the running ranks: its ledger was lost or replaced. They go on "
-                "but none can be replaced: bring the old ledger back, or end the job and submit it again"
-            )
-            return
         self._welcome = welcome
 
     def on_directive(self, directive: AgentDirective) -> None:
@@ -273,7 +295,7 @@ class DirectedNode:
 
     # ---------------------------------------------------------------- what is said once
 
-    def _hello(self) -> AgentHello:
+    def _first_hello(self) -> AgentHello:
         settings = self._settings
         return AgentHello(
             protocol=PROTOCOL,
