@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -25,6 +26,7 @@ from tests.cli.fake_daemon import (
     plain,
 )
 from tmd.cli.main import main
+from tmd.core.views import JobView
 
 LOCAL_JOB = {
     "job_id": "local-1",
@@ -147,6 +149,22 @@ def test_nodes_leave_out_what_they_were_used_for_once(daemon: FakeDaemon, tmctl:
     lines = fine(tmctl("nodes")).splitlines()
     assert [line.split()[0] for line in lines] == ["node", "n2", "n6"]
     assert "local-0" not in lines[1]
+
+
+def test_a_traceback_is_one_line_in_a_table_and_shown_whole_of_its_job(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    reason = 'rank 1 on n2 failed in the user\'s script:\nTraceback …\n  File "train.py", line 7\nValueError: bad batch\n'
+    failed = msgspec.structs.replace(JOB.record, state="failed", reason=reason)
+    answer = plain(msgspec.structs.replace(JOB, record=failed, sentence=reason))
+    daemon.answers |= {"GET /v1/jobs": {"jobs": [answer]}, "GET /v1/jobs/local-1": answer}
+    row = fine(tmctl("jobs")).splitlines()[1]
+    assert row.endswith("rank 1 on n2 failed in the user's script: ValueError: bad batch")
+    assert 'File "train.py", line 7\n' in fine(tmctl("job", "show", "local-1"))
+
+
+def test_a_job_of_which_only_its_end_is_known_shows_no_step(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    daemon.answers["GET /v1/jobs"] = {"jobs": [plain(JobView(record=JOB.record))]}
+    header, row = fine(tmctl("jobs")).splitlines()
+    assert row[header.index("next step") :].split()[0] == "-"
 
 
 def test_names_are_quoted_on_the_way(daemon: FakeDaemon, tmctl: Tmctl) -> None:

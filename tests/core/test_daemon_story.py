@@ -60,6 +60,22 @@ def test_every_object_has_a_sentence() -> None:
     }
 
 
+def test_a_job_that_has_ended_shows_the_number_of_its_steps_after_a_restart_too() -> None:
+    cluster = Cluster(nnodes=2, standbys=0)
+    cluster.train(10)
+    cluster.vote()  # the one after the last step
+    cluster.finish(0)
+    view = cluster.daemon.job("j")
+    assert view is not None
+    assert (view.next_step, view.ranks[0].next_step) == (10, 10)
+    cluster.finish(1)
+    for _ in range(2):
+        view = cluster.daemon.job("j")
+        assert view is not None
+        assert (view.record.state, view.next_step) == ("done", 10)
+        cluster.restart_daemon()
+
+
 def test_views_show_live_numbers() -> None:
     cluster = Cluster(nnodes=2, standbys=1)
     cluster.train(10)

@@ -38,6 +38,7 @@ def job(job_id: str = "j1", **changes: Any) -> JobRecord:
         "approximations": ("rank 1 and its buddy were lost together",),
         "reason": "all is well",
         "exit_code": None,
+        "steps": 700,
         "created_s": 1.25,
         "updated_s": 2.5,
     }

@@ -55,7 +55,7 @@ def test_every_field_of_a_record_has_a_column(table: Table, record: type[msgspec
 
 async def test_the_revisions_make_exactly_the_schema_that_the_code_uses(tmp_path: Path, url: str) -> None:
     """A field that was added to a record without a revision shows here."""
-    assert await upgrade(url) == (None, "0001")
+    assert await upgrade(url) == (None, "0002")
     engine = create_engine(f"sqlite:///{tmp_path / 'ledger.db'}")
     with engine.connect() as connection:
         difference = compare_metadata(MigrationContext.configure(connection), schema.metadata)
@@ -165,7 +165,21 @@ async def test_a_full_disk_is_unavailable_and_what_was_written_before_stays(ledg
 
 
 async def test_two_upgrades_at_once_both_succeed(url: str) -> None:
-    assert sorted(await asyncio.gather(upgrade(url), upgrade(url)), key=str) == [("0001", "0001"), (None, "0001")]
+    assert sorted(await asyncio.gather(upgrade(url), upgrade(url)), key=str) == [("0002", "0002"), (None, "0002")]
+
+
+async def test_a_ledger_of_the_first_revision_is_brought_up_to_date_with_its_jobs(
+    ledger: Ledger, url: str, tmp_path: Path
+) -> None:
+    await ledger.write(Persist(jobs=(records.job(),)))
+    await ledger.close()
+    with sqlite3.connect(tmp_path / "ledger.db") as older:
+        older.execute("ALTER TABLE jobs DROP COLUMN steps")
+        older.execute("UPDATE alembic_version SET version_num = '0001'")
+    older.close()
+    following = await Ledger.open(url)
+    assert await following.job("j1") == records.job(steps=None)
+    await following.close()
 
 
 async def test_a_ledger_of_a_newer_tmd_is_refused_with_the_remedy(ledger: Ledger, url: str, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ async def list_jobs(request: web.Request) -> web.Response:
     limit = int(query_number(request, "limit", 50, 1000))
     live = context.core.jobs()
     known = {view.record.job_id for view in live}
-    older = [JobView(record=record) for record in await context.ledger.ended_jobs(limit) if record.job_id not in known]
+    older = [_ended(record) for record in await context.ledger.ended_jobs(limit) if record.job_id not in known]
     return answer({"jobs": [job_json(view) for view in [*live, *older] if caller.may_see(view.record)]})
 
 
@@ -173,7 +173,7 @@ async def find_job(context: Context, caller: Caller, job_id: str) -> JobView:
             known = [each.record.job_id for each in context.core.jobs() if caller.may_see(each.record)]
             stranger = context.core.stranger(job_id)
             raise ApiError(404, stranger or f"there is no job {job_id}", f"jobs here: {', '.join(known) or 'none'}")
-        view = JobView(record=record)
+        view = _ended(record)
     if not caller.may_see(view.record):
         raise ApiError(403, f"job {job_id} is not yours", "ask its owner or an operator")
     return view
@@ -194,6 +194,11 @@ async def find_migration(context: Context, caller: Caller, migration_id: str) ->
 
 async def job_record(context: Context, job_id: str) -> JobRecord | None:
     return _job_record(context, job_id) or await context.ledger.job(job_id)
+
+
+def _ended(record: JobRecord) -> JobView:
+    """A job that only the ledger remembers."""
+    return JobView(record=record, next_step=record.steps)
 
 
 def job_json(view: JobView) -> dict[str, Any]:

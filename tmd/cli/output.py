@@ -57,7 +57,7 @@ def show_json(value: Any) -> None:
 
 
 def show(listing: Listing) -> None:
-    rows = [[text(value) for value in row] for row in listing.rows]
+    rows = [[_one_line(text(value)) for value in row] for row in listing.rows]
     if not rows:
         click.echo(f"{listing.title}: {listing.empty}" if listing.title else listing.empty)
     elif not sys.stdout.isatty():
@@ -130,6 +130,12 @@ def text(value: object) -> str:
     return str(value)
 
 
+def _one_line(cell: str) -> str:
+    """Of several lines the first and the last: a traceback ends with what went wrong."""
+    first, *more = [line.rstrip() for line in cell.splitlines() if line.strip()] or [cell]
+    return f"{first}{' ' if first.endswith(':') else ' … '}{more[-1].strip()}" if more else first
+
+
 def ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1000
 
@@ -155,8 +161,8 @@ def clock(time_s: float) -> str:
 
 
 def lines(values: Iterable[tuple[str, object]]) -> None:
-    """Names and values, one a line."""
+    """Names and values, one a line; a value of several lines is shown whole, below one another."""
     pairs = [(name, text(value)) for name, value in values]
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
-        click.echo(f"{name.ljust(width)}  {value}")
+        click.echo(f"{name.ljust(width)}  " + value.rstrip().replace("\n", "\n" + " " * (width + 2)))

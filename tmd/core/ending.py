@@ -23,7 +23,7 @@ def finish_job(job: Job, now: float) -> None:
 
 def _end(job: Job, now: float, state: str, exit_code: int, reason: str) -> None:
     job.attempt = job.recovery = job.flight = None
-    job.evolve(now, state=state, exit_code=exit_code, reason=reason, plan=None, armed=False)
+    job.evolve(now, state=state, exit_code=exit_code, reason=reason, steps=job.next_step(), plan=None, armed=False)
     event = job.tell(now, job.job_id, state, f"job {job.job_id} {state}: {reason}")
     for migration in job.open_migrations():
         outcome = "aborted" if migration.kind == "planned" else "failed"

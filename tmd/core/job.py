@@ -207,8 +207,10 @@ class Job:
 
     def next_step(self) -> int:
         """The first step that is not committed, as far as was heard."""
-        heard = [process.report.next_step for process in self.holders().values()]
-        return max([*heard, self.commits.next_step])
+        if self.record.steps is not None:
+            return self.record.steps
+        finished = [process.step_shown for process in self.holders().values() if process.report.phase == "finished"]
+        return max(finished or [self.commits.next_step, *(process.step_shown for process in self.holders().values())])
 
     def name(self, process: Process) -> str:
         """How sentences call an incarnation."""

@@ -71,6 +71,11 @@ class Process:
         return self.report.live_epoch >= 0 and self.report.poisoned_epoch >= self.report.live_epoch
 
     @property
+    def step_shown(self) -> int:
+        """The step that it runs next; after the last one: the number of steps, without the vote that ends the job."""
+        return self.report.next_step - (self.report.phase == "finished")
+
+    @property
     def joining(self) -> bool:
         """It is to take a role and has never run in it."""
         return self.record.state == "joiner" and self.report.live_epoch < 0

@@ -43,6 +43,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     approximations: tuple[str, ...] = ()
     reason: str = ""
     exit_code: int | None = None
+    #: How many steps were committed, once the job has ended.
+    steps: int | None = None
     created_s: float = 0.0
     updated_s: float = 0.0
 

@@ -82,7 +82,7 @@ def _rank(job: Job, process: Process) -> RankView:
         last_heard_s=process.heard_s,
         run_epoch=report.run_epoch,
         live_epoch=report.live_epoch,
-        next_step=report.next_step,
+        next_step=process.step_shown,
         counters=report.counters,
         sentence=_rank_sentence(job, process),
     )

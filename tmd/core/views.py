@@ -42,8 +42,9 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeRecord, ...] = ()
     #: Migrations of this job that have not ended.
     migrations: tuple[MigrationView, ...] = ()
-    #: The step that is to be committed next, as far as the daemon has heard.
-    next_step: int = 0
+    #: The step that is to be committed next, as far as the daemon has heard; of a job that has ended the number of its steps,
+    #: None if that was not written down.
+    next_step: int | None = None
     #: Median duration of the last undisturbed steps, None before there are enough.
     normal_step_s: float | None = None
     last_commit_s: float | None = None
