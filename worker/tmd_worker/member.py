@@ -196,7 +196,7 @@ class MemberEngine:
 
     def _end_failed(self, error: str) -> None:
         """The user's code raised. Returns once the daemon was told, unless the epoch was over: then it proves nothing."""
-        if self._core.phase == "building" and self._runtime.called_off():
+        if self._core.phase == "building" and not self._standby and self._runtime.called_off():
             print(f"tmd: main failed after this epoch had been called off:\n{error}", file=sys.stderr, flush=True)
             self._hold_for_restart()
         if self._runtime.giving_up():
