@@ -33,7 +33,7 @@ PACE_MS = 20
 DEADLINE_S = 60.0
 #: What takes seconds is not asked for so often that the asking slows it down.
 STARTS_POLL_S = 0.1
-MARK = "TMD_E2E_MARK"
+MARK = "E2E_MARK"
 
 Value = TypeVar("Value")
 
@@ -89,7 +89,7 @@ def is_stopped(pid: int) -> bool:
 class Cluster:
     """A daemon with `nodes` local nodes. Use as a context manager."""
 
-    def __init__(self, folder: Path, *, nodes: int, core: dict[str, float] | None = None) -> None:
+    def __init__(self, folder: Path, *, nodes: int, core: dict[str, float | bool] | None = None) -> None:
         self.folder = folder
         self.stack = Stack(folder / "stack", nodes=nodes, core=core)
         self._numbers = itertools.count(1)

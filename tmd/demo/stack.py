@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -24,9 +25,10 @@ class StackError(RuntimeError):
 
 
 class Stack:
-    """Use as a context manager. `client` speaks to the daemon."""
+    """Use as a context manager. `client` speaks to the daemon. Variables TMD_* of the caller, which may be meant for another
+    daemon, do not reach this one nor its agents."""
 
-    def __init__(self, folder: Path, *, nodes: int, core: dict[str, float] | None = None) -> None:
+    def __init__(self, folder: Path, *, nodes: int, core: dict[str, float | bool] | None = None) -> None:
         self.folder = folder
         self.log = folder / "daemon.log"
         # The path of a unix socket is limited to 107 bytes, so it cannot live in an output folder of any depth.
@@ -40,7 +42,8 @@ class Stack:
 
     def __enter__(self) -> Stack:
         self.folder.mkdir(parents=True, exist_ok=True)
-        lines = ["[local]", f"nodes = {self._nodes}", "[core]", *(f"{key} = {value}" for key, value in self._core.items())]
+        core = [f"{key} = {json.dumps(value)}" for key, value in self._core.items()]
+        lines = ["[local]", f"nodes = {self._nodes}", "[core]", *core]
         self._config.write_text("\n".join(lines) + "\n")
         try:
             self.start()
@@ -53,8 +56,9 @@ class Stack:
         """Starts the daemon and waits until it answers. Raises StackError."""
         places = ["--config", self._config, "--state-dir", self.folder / "state", "--socket", self.socket]
         command = [sys.executable, "-m", "tmd.daemon.main", "serve", *map(str, places), "--resource-manager", "local"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TMD_")}
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
