@@ -254,6 +254,22 @@ def test_small_state_lost_after_a_committed_step_is_said_in_the_ledger() -> None
     assert line.startswith("step 5: RNG, data position and buffers of rank 1 on n3 are approximate")
 
 
+def test_small_state_that_came_inexactly_in_an_attempt_that_failed_is_said_as_well() -> None:
+    """1. the joiner loads for epoch 1; 2. a survivor's links fail; 3. in epoch 2 the joiner joins nothing: it has its state."""
+    cluster = running()
+    for node in ("n3", "n4"):
+        cluster.standby_on(node).origin = "approximate"
+    cluster.held.add("links")
+    cluster.kill_rank(1)
+    assert cluster.member(1).core.has_state
+    survivor = cluster.member(2)
+    cluster.held.clear()
+    survivor.carry_out(survivor.core.links_failed(cluster.job.epoch_limit, "rank 0 does not answer"))
+    cluster.settle()
+    assert (cluster.job.state, cluster.job.epoch) == ("running", 2)
+    assert len(cluster.job.approximations) == 1
+
+
 def test_small_state_lost_before_the_first_committed_step_starts_the_job_from_nothing() -> None:
     cluster = Cluster(nnodes=3, standbys=1)
     cluster.standby_on("n3").origin = "missing"

@@ -15,7 +15,7 @@ from tests.simulator.model import Chain, TrainingState, approximate_private
 from tmd.core.instructions import Persist
 from tmd.core.records import JobRecord, RankRecord
 from tmd.protocol.agent import AgentDirective
-from tmd.protocol.membership import Install, Plan, buddy_of
+from tmd.protocol.membership import Install, Membership, Plan, buddy_of
 from tmd.protocol.rank import Directive, RankStatus
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.core.rank import Boundary
@@ -61,7 +61,6 @@ class Checks:
         self._cut_off: set[str] = set()
         self._reports: dict[str, tuple[int, int, int, bool]] = {}
         self._targets: dict[int, int] = {}
-        self._fresh = {-1}
         self._flipped: dict[int, list[Plan]] = {}
         self._kept: dict[tuple[int, int], set[int]] = {}
 
@@ -89,8 +88,8 @@ class Checks:
         self._moved_s = self.world.now
         self._speaks(epoch, rank.rank, rank.incarnation)
         self._live_s.setdefault(epoch, self.world.now)
-        if epoch in self._chains and epoch not in self._fresh and not self._approximations():
-            self.fail("1 bit identity", f"epoch {epoch} runs with approximate state and the ledger does not say so")
+        if epoch not in self._first_step and rank.core._members is not None:
+            self._goes_on(epoch, step, rank.core._members)
         if self._first_step.setdefault(epoch, step) > step:
             self.fail(
                 "2 exactly once", f"{rank.name} runs step {step} in epoch {epoch}, which began at {self._first_step[epoch]}"
@@ -244,17 +243,28 @@ class Checks:
         if process.alive and not process.machine.frozen and install.target_step in process.ward_records:
             self.fail("1 bit identity", f"the record of rank {joiner.rank} is called lost, {process.name} keeps it")
 
-    def approximated(self, epoch: int, step: int, rank: int) -> None:
-        """From here on the run is that of a job in which this rank continued with other small state."""
+    def _goes_on(self, epoch: int, step: int, members: Membership) -> None:
+        """The first step of an epoch. If somebody holds approximate small state, from here on the run is that of a job in which
+        this rank had continued with it, and the ledger must say so."""
         chain = self._chain(epoch)
-        private = list(chain.private(step))
-        private[rank] = approximate_private(chain.params(step), rank)
+        private = list(chain.private(step)) if step >= chain.first_step else []
+        inexact = []
+        for rank, member in members.members.items():
+            process = self.world.processes[member.incarnation]
+            if process.approximate:
+                process.approximate = False
+                inexact.append(rank)
+                private[rank] = approximate_private(chain.params(step), rank)
+        if not inexact:
+            return
+        job = self._job()
+        if job is None or not job.approximations:
+            self.fail("1 bit identity", f"rank {inexact} goes on with approximate state and the ledger does not say so")
         self._chains[epoch] = Chain(step, chain.params(step), tuple(private))
 
     def starts_fresh(self, epoch: int) -> None:
         """The job starts (again) from nothing."""
         self._chains.setdefault(epoch, Chain.of_job(self.world.seed, self.world.world_size))
-        self._fresh.add(epoch)
 
     # ---------------------------------------------------------------- the daemon
 
@@ -263,6 +273,8 @@ class Checks:
             if job.state == "failed" and not self._failed:
                 self._failed = True
                 self._gives_up(job)
+        if any(migration.state == "armed" for migration in rows.migrations):
+            self.world.faults.armed()
         for rank in rows.ranks:
             if rank.state == "lost":
                 self._declared_lost(rank)
@@ -342,10 +354,6 @@ class Checks:
 
     def _job(self) -> JobRecord | None:
         return self.world.ledger.jobs.get(self.world.job_id)
-
-    def _approximations(self) -> tuple[str, ...]:
-        job = self._job()
-        return job.approximations if job is not None else ()
 
     @property
     def job_over(self) -> bool:

@@ -72,6 +72,7 @@ class Faults(Actor):
         self._waiting = sorted((self._draw() for _ in range(world.random.randint(3, 6))), key=lambda fault: fault.step)
         self._armed: list[Fault] = []
         self._next_step = -1
+        self._regrets = False
         self.reached(0)
 
     def _draw(self) -> Fault:
@@ -323,10 +324,19 @@ class Faults(Actor):
         return True
 
     def _abort(self, involved: SimRank | None) -> bool:
-        """An operator changes their mind, some time after asking."""
+        """An operator changes their mind: some time after asking, or when the leavers may already have raised their flags."""
         self._migrate_rank(involved)
-        self.world.after(0.12 * self.world.random.random(), self, self._call_off)
+        if self.world.random.random() < 0.5:
+            self._regrets = True
+        else:
+            self.world.after(0.12 * self.world.random.random(), self, self._call_off)
         return True
+
+    def armed(self) -> None:
+        """The ledger says that the leavers of a plan may flip."""
+        if self._regrets:
+            self._regrets = False
+            self.world.after(0.015 * self.world.random.random(), self, self._call_off)
 
     def _call_off(self) -> None:
         daemon = self.world.daemon

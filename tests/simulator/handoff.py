@@ -166,5 +166,4 @@ class FromSurvivors(Fetch):
         kept = self.keeper.ward_records.get(self.step) if self.keeper is not None else None
         if kept is not None:
             return kept, "exact"
-        self.world.checks.approximated(self.epoch, self.step, self.rank)
         return model.approximate_private(params, self.rank), "missing" if self.keeper is not None else "approximate"

@@ -33,6 +33,8 @@ class MainThread:
         self._running = False
         #: Inside an attempt at a step (not at a boundary): its number.
         self.attempt: int | None = None
+        #: The first step in an epoch sends the record that the buddy may lack.
+        self._begun_epoch = -1
 
     # ---------------------------------------------------------------- waiting
 
@@ -83,6 +85,7 @@ class MainThread:
         rank.perform(core.warm_up_begins())
         yield world.pace("warm_up")
         rank.perform(core.warm_up_ended())
+        rank.maybe_linked()
         yield from self._steps()
         rank.perform(core.finished())
         yield world.pace("finish")
@@ -104,6 +107,7 @@ class MainThread:
             last = boundary.step == world.total_steps
             done = yield from self._attempt(boundary.step, boundary.epoch, last=last)
             self.attempt = None
+            rank.maybe_linked()
             if done and last:
                 return
             if not done:
@@ -117,8 +121,9 @@ class MainThread:
         assert state.step == step
         before = state.private
         given: tuple[int, ...] = ()
-        if step == 0:
-            self._send_record(epoch, 0, before)
+        if epoch != self._begun_epoch:
+            self._begun_epoch = epoch
+            self._send_record("resync", epoch, step, before)
         if not last:
             yield world.pace("forward")
             state.private = model.draw(before)
@@ -187,10 +192,9 @@ class MainThread:
             parts[owner] = value
         return tuple(parts[rank] for rank in range(size))
 
-    def _send_record(self, epoch: int, step: int, private: int) -> None:
+    def _send_record(self, kind: str, epoch: int, step: int, private: int) -> None:
         world = self.world
         buddy = buddy_of(self._role, world.world_size, world.nproc_per_node)
-        kind = "resync" if step == 0 or world.cores.votes_without_record else "record"
         self._send("buddy", buddy, Frame(kind, epoch, step, self._role, self.rank.incarnation, private))
 
     # ---------------------------------------------------------------- the vote
@@ -200,7 +204,8 @@ class MainThread:
         assert state is not None
         if not last:
             rank.keep_record(rank.own_records, step + 1, state.private)
-            self._send_record(epoch, step + 1, state.private)
+            kind = "resync" if world.cores.votes_without_record else "record"
+            self._send_record(kind, epoch, step + 1, state.private)
             if not world.cores.votes_without_record:
                 record = yield from self._receive("buddy", rank.ward, epoch)
                 if record is None:

@@ -15,7 +15,7 @@ from tests.simulator.model import TrainingState
 from tests.simulator.program import MainThread
 from tmd.protocol.agent import ProcessSpec
 from tmd.protocol.membership import Install, Membership, Plan, buddy_of, ward_of
-from tmd.protocol.rank import Directive, RankStatus
+from tmd.protocol.rank import Directive, RankStatus, RecordOrigin
 from tmd_worker.core import instructions as do
 from tmd_worker.core.rank import RankCore
 
@@ -41,6 +41,8 @@ class SimRank(Actor):
         #: Small state by step: what this rank was, and what its ward was, before that step.
         self.own_records: dict[int, int] = {}
         self.ward_records: dict[int, int] = {}
+        #: It has loaded a state with small state that nobody could give exactly, and has not run with it yet.
+        self.approximate = False
         self.ends: list[End] = []
         self.live: dict[Route, End] = {}
         self.install: Install | None = None
@@ -211,7 +213,6 @@ class SimRank(Actor):
         if opening is self.staging:
             self.world.after(self.world.hop(), self, self._report_staged, self.staged_plan.plan_id, len(opening.ends))
         elif opening is self.opening:
-            self._send_own_record()
             self.maybe_linked()
 
     def _report_staged(self, plan_id: int, opened: int) -> None:
@@ -234,42 +235,41 @@ class SimRank(Actor):
         for old in [kept for kept in shelf if kept < step - 1]:
             del shelf[old]
 
-    def _send_own_record(self) -> None:
-        """To the buddy of the new table, so that a yes is never needed before every record exists again."""
-        install, opening, rank = self.install, self.opening, self.rank
-        if install is None or install.fresh or opening is None or opening.missing or rank is None:
-            return
-        value = self.own_records.get(install.target_step)
-        if value is not None:
-            buddy = buddy_of(rank, self.world.world_size, self.world.nproc_per_node)
-            frame = Frame("resync", opening.epoch, install.target_step, rank, self.incarnation, value)
-            opening.ends["buddy", buddy].send(frame)
-
-    def _ward_record_arrived(self, frame: Frame) -> None:
-        self.keep_record(self.ward_records, frame.step, frame.value)
-        self.world.checks.record_kept(self, frame.epoch, frame.step)
-        self.maybe_linked()
-
     def maybe_linked(self) -> None:
-        """The links of the installation are open, and the record of the ward is here."""
+        """The links of the installation are open and this rank stands at its boundary with the state of its role: its (perhaps
+        new) buddy gets the record of it, then the core is told. To be called whenever one of these has come true."""
         install, opening = self.install, self.opening
         if install is None or opening is None or opening.missing or opening.over or opening.reported:
             return
-        if install.fresh or install.target_step in self.ward_records:
-            opening.reported = True
-            self.world.after(self.world.hop(), self, self._report_linked, opening.epoch, len(opening.ends))
+        if not install.fresh:
+            if not self.core.has_state or self.main.attempt is not None:
+                return
+            self._send_own_record(opening, install.target_step)
+        opening.reported = True
+        self.world.after(self.world.hop(), self, self._report_linked, opening.epoch, len(opening.ends))
+
+    def _send_own_record(self, opening: Opening, step: int) -> None:
+        """An approximate one is not passed on before the job has gone on with it: whoever got it would take it for exact."""
+        rank, value = self.rank, self.own_records.get(step)
+        if rank is not None and value is not None and not self.approximate:
+            buddy = buddy_of(rank, self.world.world_size, self.world.nproc_per_node)
+            opening.ends["buddy", buddy].send(Frame("resync", opening.epoch, step, rank, self.incarnation, value))
 
     def _report_linked(self, epoch: int, opened: int) -> None:
         """From the thread that opened the links: by now the epoch may be over."""
         self.perform(self.core.links_ready(epoch, opened))
         self.world.faults.point("linked", self)
 
-    def state_arrived(self, epoch: int, state: TrainingState, origin: Any) -> None:
+    def _ward_record_arrived(self, frame: Frame) -> None:
+        self.keep_record(self.ward_records, frame.step, frame.value)
+        self.world.checks.record_kept(self, frame.epoch, frame.step)
+
+    def state_arrived(self, epoch: int, state: TrainingState, origin: RecordOrigin) -> None:
         self.state = state
+        self.approximate = origin != "exact"
         self.keep_record(self.own_records, state.step, state.private)
         self.perform(self.core.state_loaded(epoch, state.step, origin))
-        if self.opening is not None and self.opening.epoch == epoch:
-            self._send_own_record()
+        self.maybe_linked()
 
     @property
     def ward(self) -> int:

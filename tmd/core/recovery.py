@@ -75,6 +75,7 @@ def _wait_for_reports(job: Job, now: float) -> str | None:
     losses.py says when that is a loss."""
     recovery = job.recovery
     assert recovery is not None
+    _lose_joiners_without_agent(job, now, recovery)
     owing = [process for process in _witnesses(job) if not _has_reported(job, process)]
     if not owing:
         return None
@@ -88,6 +89,20 @@ def _wait_for_reports(job: Job, now: float) -> str | None:
             lose(job, now, process, f"it did not report for {job.settings.report_timeout_s:g} s", recovery.cause)
     away = [process.node for process in owing if process.active]
     return f"waiting for the agents of {', '.join(sorted(set(away)))}" if away else None
+
+
+def _lose_joiners_without_agent(job: Job, now: float, recovery: Recovery) -> None:
+    """The joiners of a plan hold no role, so losses.py has no word on their agents: they get as long as a member's."""
+    if job.record.plan is None:
+        return
+    for process in planned.joiners(job).values():
+        if not process.active or job.is_connected(process) or _has_reported(job, process):
+            continue
+        left_s = job.settings.agent_grace_s - job.silence_s(process, now)
+        if left_s > 0:
+            job.wake_at(now + left_s)
+        else:
+            lose(job, now, process, "the connection of its agent closed", recovery.cause)
 
 
 def _has_reported(job: Job, process: Process) -> bool:
@@ -278,10 +293,11 @@ def _conclude(job: Job, now: float, recovery: Recovery) -> str:
     """Everybody is linked: what a joiner could not get exactly is said, then the job goes on."""
     attempt = job.attempt
     assert attempt is not None
+    # Also who loaded in an attempt before this one, and so does not join this one: it has not run with that state yet.
     inexact = [
         process
-        for rank, process in job.holders().items()
-        if rank in attempt.install.joining and process.report.record_origin in ("approximate", "missing")
+        for process in job.holders().values()
+        if process.record.state != "member" and process.report.record_origin in ("approximate", "missing")
     ]
     if inexact and attempt.install.target_step == 0:
         lost = f"the small state of {job.name(inexact[0])} was lost before the first step"
@@ -300,7 +316,7 @@ def _conclude(job: Job, now: float, recovery: Recovery) -> str:
 def _approximation(job: Job, install: Install, process: Process) -> str:
     """What of a joiner's state is not exactly that of the lost rank, and why."""
     rank = process.record.rank
-    source = install.joining[rank] if rank is not None else None
+    source = install.joining.get(rank) if rank is not None else None
     alone = source is not None and source.record_rank is not None
     why = "what it changed after its last vote was lost with it" if alone else "it was lost together with its buddy"
     origin = process.report.record_origin
