@@ -336,6 +336,50 @@ def test_a_joiner_lost_before_the_flip_is_replaced_by_another_standby() -> None:
     assert cluster.job.poison_epoch == -1
 
 
+def test_nobody_flips_to_a_joiner_whose_node_has_died_just_after_staging() -> None:
+    """
+    1. The joiner has staged its links; one stayer has not.
+    2. The joiner's node loses power: its agent's connection closes, and nothing else is known yet.
+    3. The stayer stages too: every link is said to be staged.
+    """
+    cluster = running()
+    cluster.held.add("staging")
+    migration_id = request(cluster, rank=1)
+    plan = cluster.job.plan
+    assert plan is not None
+    first = cluster.ranks[cluster.ledger.migrations[migration_id].joiners[1]]
+    first.carry_out(first.core.staged(plan.plan_id, 1))
+    cluster.settle()
+    cluster.kill_node(first.agent.node)
+    cluster.held.clear()
+    for rank in (0, 1, 2):
+        cluster.member(rank).carry_out(cluster.member(rank).core.staged(plan.plan_id, 1))
+    cluster.settle()
+    assert not cluster.job.armed
+    assert cluster.daemon.sentences()[migration_id] == f"waiting for the agent of {first.agent.node} to come back"
+    cluster.train(2)
+    cluster.pass_time(2.5)
+    cluster.train(2)
+    migration = cluster.ledger.migrations[migration_id]
+    assert (migration.state, migration.attempt) == ("done", 2)
+    assert cluster.job.poison_epoch == -1
+
+
+def test_a_recovery_waits_for_a_joiner_whose_node_has_died_only_for_the_grace() -> None:
+    """The flip had happened; the leaver goes on."""
+    cluster = running(standbys=1, report_timeout_s=60.0)
+    cluster.held.add("state")
+    migration_id = request(cluster, rank=1)
+    cluster.train()
+    assert state(cluster, migration_id) == "copying"
+    leaver = cluster.ledger.migrations[migration_id].leavers[1]
+    cluster.kill_node(cluster.ranks[cluster.ledger.migrations[migration_id].joiners[1]].agent.node)
+    cluster.pass_time(cluster.settings.agent_grace_s + 1.0)
+    cluster.train(2)
+    assert state(cluster, migration_id) == "aborted"
+    assert cluster.incarnations()[1] == leaver
+
+
 def test_a_joiner_lost_with_no_other_standby_leaves_the_job_as_it_was() -> None:
     cluster = running(standbys=1, plan_timeout_s=5.0)
     cluster.held.add("staging")

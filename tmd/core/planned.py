@@ -149,7 +149,7 @@ def _advance(job: Job, now: float, plan: Plan) -> str:
         _mark(job, "prepare", now)
         migration = job.set_migration(migration.migration_id, state="installing")
         job.tell(now, migration.migration_id, "prepared", "every joiner has taken its role")
-    if not job.record.armed and not _unstaged(job, plan):
+    if not job.record.armed and not _unstaged(job, plan) and not _unreachable_joiners(job):
         _mark(job, "install", now)
         job.evolve(now, armed=True)
         job.set_migration(migration.migration_id, state="armed")
@@ -162,10 +162,17 @@ def _unstaged(job: Job, plan: Plan) -> list[Process]:
     return [process for process in everybody if process.report.staged_plan != plan.plan_id]
 
 
+def _unreachable_joiners(job: Job) -> list[Process]:
+    """A joiner whose agent is away may be dead: nobody flips to it."""
+    return [process for process in joiners(job).values() if not job.is_connected(process)]
+
+
 def _missing(job: Job, plan: Plan) -> str:
     """What the plan waits for."""
     if job.record.armed:
         return "armed: waiting for the vote that flips"
+    for process in _unreachable_joiners(job):
+        return f"waiting for the agent of {process.node} to come back"
     for rank, process in joiners(job).items():
         if process.report.rank != rank:
             return f"waiting for {process.incarnation} on {process.node} to take rank {rank}"
@@ -191,7 +198,9 @@ def _joiner_trouble(job: Job, now: float) -> str | None:
         silence_s = job.silence_s(process, now)
         if silence_s >= patience_s:
             return f"the agent of the joiner {process.incarnation} on {process.node} has been away for {silence_s:.1f} s"
-        job.wake_at(now + patience_s - silence_s)
+        if now - process.heard_s >= job.settings.heartbeat_timeout_s:
+            return f"the joiner {process.incarnation} on {process.node} has said nothing for {now - process.heard_s:.1f} s"
+        job.wake_at(min(now + patience_s - silence_s, process.heard_s + job.settings.heartbeat_timeout_s))
     return None
 
 
