@@ -445,6 +445,27 @@ def test_a_joiner_lost_after_the_flip_brings_the_leaver_back() -> None:
     cluster.train(2)
 
 
+@pytest.mark.parametrize("held", ["staging", "state"])
+def test_a_joiner_that_freezes_is_not_waited_for(held: str) -> None:
+    """Its agent speaks on. Before the flip another standby is tried; after it the leaver goes on at once."""
+    cluster = running(heartbeat_timeout_s=3.0, report_timeout_s=60.0)
+    cluster.held.add(held)
+    leaver = cluster.member(1)
+    migration_id = request(cluster, rank=1)
+    if held == "state":
+        cluster.train()
+        assert leaver.core.phase == "frozen"
+    first = cluster.ledger.migrations[migration_id].joiners[1]
+    cluster.ranks[first].stopped = True
+    cluster.held.clear()
+    cluster.pass_time(4)
+    assert cluster.ledger.ranks[first].state == "lost"
+    assert cluster.ledger.ranks[first].reason.startswith("it has said nothing for 3.")
+    cluster.train(2)
+    migration = cluster.ledger.migrations[migration_id]
+    assert (migration.state, cluster.member(1) is leaver) == (("done", False) if held == "staging" else ("aborted", True))
+
+
 def test_a_leaver_lost_after_the_joiner_has_its_state_does_not_matter() -> None:
     cluster = running()
     leaver = cluster.member(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+from tmd.core import planned
 from tmd.core.ending import fail_job
 from tmd.core.job import Job
 from tmd.core.poison import call_off, note_loss
@@ -228,6 +229,20 @@ def _peers_name(job: Job, agent: Agent) -> bool:
         if process.record.agent_id != agent.agent_id and process.poisoned:
             broken.update(process.report.broken_ranks)
     return any(rank in broken for rank, process in job.holders().items() if process.record.agent_id == agent.agent_id)
+
+
+def note_silent_joiners(job: Job, now: float) -> None:
+    """A joiner that says nothing although its agent does: frozen, perhaps. After the flip everybody waits for it."""
+    patience_s = job.settings.heartbeat_timeout_s
+    for process in planned.joiners(job).values():
+        agent = job.agents.get(process.record.agent_id)
+        if not process.active or agent is None or not agent.connected or now - agent.heard_s >= patience_s / 2:
+            continue
+        deadline = max(process.heard_s, agent.connected_s) + patience_s
+        if now >= deadline:
+            lose(job, now, process, f"it has said nothing for {now - process.heard_s:.1f} s")
+        else:
+            job.wake_at(deadline)
 
 
 def silent_rank(job: Job, now: float) -> Process | None:

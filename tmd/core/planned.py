@@ -198,9 +198,7 @@ def _joiner_trouble(job: Job, now: float) -> str | None:
         silence_s = job.silence_s(process, now)
         if silence_s >= patience_s:
             return f"the agent of the joiner {process.incarnation} on {process.node} has been away for {silence_s:.1f} s"
-        if now - process.heard_s >= job.settings.heartbeat_timeout_s:
-            return f"the joiner {process.incarnation} on {process.node} has said nothing for {now - process.heard_s:.1f} s"
-        job.wake_at(min(now + patience_s - silence_s, process.heard_s + job.settings.heartbeat_timeout_s))
+        job.wake_at(now + patience_s - silence_s)
     return None
 
 

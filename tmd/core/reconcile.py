@@ -40,6 +40,8 @@ def _step(job: Job, now: float, *, paused: bool, suspects_itself: Callable[[], b
     if not job.over:
         losses.note_silence(job, now, suspects_itself)
     if not job.over:
+        losses.note_silent_joiners(job, now)
+    if not job.over:
         _note_user_failure(job, now)
     if not job.over:
         upkeep.measure(job, now)
