@@ -111,7 +111,8 @@ def _fire(fault: Fault) -> None:
     if fault.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # Sent to this thread, or it would go on until another one has taken the signal. It stops the whole process.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif fault.action == "exit":
         os._exit(EXIT_FAULT)
     elif fault.action == "close_link":
