@@ -232,6 +232,11 @@ class Faults:
         (self._folder / f"{action} {point} {rank}").touch()
         return Fault(self._folder / f"{action} {point} {rank}", self._folder / f"fault-{number}")
 
+    def disarm(self) -> None:
+        """What was armed and has not struck will not strike any more."""
+        for each in self._known:
+            (self._folder / str(each["when"])).unlink(missing_ok=True)
+
 
 class Fault:
     """One armed fault."""
@@ -295,7 +300,8 @@ class Job:
         return found
 
     def node_sentence(self, node: str) -> str:
-        sentence: str = self.cluster.ask("status")["sentences"][node]
+        """Empty as long as the job does not know the node."""
+        sentence: str = self.cluster.ask("status")["sentences"].get(node, "")
         return sentence
 
     def migration(self, migration_id: str) -> dict[str, Any]:

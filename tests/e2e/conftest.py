@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,7 @@ def clean_machine() -> Iterator[None]:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'worker'}")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv(MARK, secrets.token_hex(8))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             yield
         finally:

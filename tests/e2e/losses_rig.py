@@ -118,7 +118,6 @@ class LongJob:
                 self.cluster.reboot(node)
 
 
-
 def running_agents(job: Job) -> dict[str, int]:
     """Node -> pid of its agent."""
     return {agent["node"]: agent["pid"] for agent in job.agents() if agent["running"]}

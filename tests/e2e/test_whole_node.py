@@ -1,0 +1,54 @@
+"""Nodes of two ranks each: both leave at once, in one flip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e import sockets
+from tests.e2e.cluster import Cluster, Job, assert_unharmed, until
+from tmd.core.records import PHASES
+
+STEPS = 300
+
+
+@pytest.fixture(scope="module")
+def job(cluster: Cluster, reference: Job) -> Iterator[Job]:
+    """Ranks 0 and 1 on n1, 2 and 3 on n2, two standbys on n3."""
+    job = cluster.start_job(nnodes=2, nproc_per_node=2, standby=1, steps=STEPS, pace_ms=60)
+    job.wait_ready(2)
+    yield job
+    job.end()
+
+
+def test_both_ranks_of_a_node_move_in_one_flip(cluster: Cluster, job: Job) -> None:
+    before = job.pids()
+    kept = sockets.between({before[2], before[3]})
+    assert kept
+    cluster.ask("drain", "n1", "--reason", "memory errors")
+    record = job.wait_measured(until(job.migrations, "the drain makes a migration")[0]["migration_id"])
+    assert len(job.migrations()) == 1
+    assert sorted(record["leavers"]) == sorted(record["joiners"]) == ["0", "1"]
+    assert (record["from_nodes"], record["to_nodes"]) == (["n1"], ["n3"])
+    assert (record["stayer_links_reopened"], record["steps_redone"]) == (0, 0)
+    assert all(record["phases_s"][phase] >= 0 for phase in PHASES)
+    assert job.kinds(record["migration_id"]).count("flipped") == 1
+    after = job.pids()
+    assert (after[2], after[3]) == (before[2], before[3])
+    assert sockets.between({after[2], after[3]}) == kept
+    until(lambda: cluster.node("n1")["manager_state"] == "IDLE+DRAIN", "n1 is free and stays drained")
+    assert job.record()["epoch"] == 1
+
+
+def test_a_node_of_two_ranks_does_not_fit_on_one_standby(cluster: Cluster, job: Job) -> None:
+    """n1 was given back and is drained: no standby is left."""
+    assert "2 standby(s) needed, 0 usable" in cluster.refusal("migrate", job.id, "--node", "n2")
+
+
+def test_the_job_ends_as_if_nothing_had_happened(job: Job, reference: Job) -> None:
+    job.set_pace(0)
+    job.wait_state("done")
+    job.wait_gone()
+    assert_unharmed(job, reference)
+    assert len({step for _, step in job.results()}) == STEPS
