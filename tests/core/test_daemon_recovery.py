@@ -377,3 +377,29 @@ def test_every_rank_may_be_lost_the_first_one_too(rank: int) -> None:
     cluster.kill_rank(rank)
     cluster.train(2)
     assert cluster.job.epoch == 2
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_without_any_standby_a_new_one_warms_up_whichever_rank_was_lost(lost: int) -> None:
+    """Also the last rank, whose answers of the build every standby takes while it lives."""
+    cluster = Cluster(nnodes=3, standbys=0)
+    cluster.train(3)
+    cluster.kill_node(f"n{lost}")
+    cluster.join("n7")
+    cluster.train(2)
+    assert list(cluster.migration().leavers) == [lost]
+
+
+def test_standbys_warm_up_while_an_epoch_without_the_last_rank_cannot_be_installed() -> None:
+    """
+    1. The last rank is lost: the only standby takes its role, and is not linked yet.
+    2. Another rank is lost: a standby is needed, and the only holder of the last role does not run.
+    """
+    cluster = Cluster(nnodes=4, standbys=1)
+    cluster.train(3)
+    cluster.held.add("links")
+    cluster.kill_node("n3")
+    cluster.held.clear()
+    cluster.kill_rank(1)
+    cluster.train(2)
+    assert sorted(cluster.migration().leavers) == [1, 3]

@@ -126,9 +126,14 @@ def _offers_plan(job: Job, process: Process) -> bool:
 
 
 def _rehearse_from(job: Job) -> Member | None:
-    """The member of the representative role, if it lives: standbys are warmed up as it."""
+    """Who gives standbys the answers of the build: the member of the representative role, as which they are warmed up. If that
+    one is lost, any other: best one that was warmed up itself, because it has those very answers."""
     table = job.record.table
-    last = job.record.world_size - 1
-    if table is None or job.fresh or job.roles.get(last) != table.members[last].incarnation:
+    if table is None or job.fresh:
         return None
-    return table.members[last]
+    last = job.record.world_size - 1
+    if job.roles.get(last) == table.members[last].incarnation:
+        return table.members[last]
+    living = [rank for rank, member in table.members.items() if job.roles.get(rank) == member.incarnation]
+    best = min(living, key=lambda rank: (job.processes[job.roles[rank]].first_rank is not None, -rank), default=None)
+    return table.members[best] if best is not None else None
