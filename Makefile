@@ -25,11 +25,11 @@ soak: setup
 	$(PY) -m tmd.demo --out out/soak --soak $(N)
 
 test-fast: setup
-	@rm -rf out/stages
+	@rm -rf out/stages out/flaky
 	@$(MAKE) --no-print-directory stage-lint stage-fast
 
 test: setup
-	@rm -rf out/stages
+	@rm -rf out/stages out/flaky
 	@for stage in $(STAGES); do $(MAKE) --no-print-directory stage-$$stage || exit 1; done
 	@scripts/stages-complete $(STAGES)
 
@@ -37,16 +37,16 @@ stage-lint:
 	@scripts/stage lint bash -c '.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy'
 
 stage-fast:
-	@scripts/stage fast $(PY) -m pytest -q tests --ignore tests/session --ignore tests/e2e
+	@scripts/stage fast scripts/pytest-stage tests --ignore tests/session --ignore tests/e2e
 
 stage-session:
-	@scripts/stage session $(PY) -m pytest -q tests/session
+	@scripts/stage session scripts/pytest-stage tests/session
 
 stage-simulator:
 	@scripts/stage simulator $(PY) -m tests.simulator --seeds $(SEEDS) --jobs 2
 
 stage-e2e:
-	@scripts/stage e2e $(PY) -m pytest -q tests/e2e
+	@scripts/stage e2e scripts/pytest-stage tests/e2e
 
 stage-soak:
 	@scripts/stage soak $(PY) -m tmd.demo --out out/soak --soak 3
