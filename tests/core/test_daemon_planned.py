@@ -65,6 +65,19 @@ def test_the_node_is_given_back_once_nothing_runs_there() -> None:
     assert cluster.agents["n1"].job_over.exit_code == 0
 
 
+def test_a_node_that_comes_back_before_it_was_given_back_is_used_again() -> None:
+    """1. the leaver has frozen and its node stops; 2. the job goes on without it; 3. the node starts anew as a standby node."""
+    cluster = running()
+    request(cluster, rank=1)
+    cluster.train()
+    cluster.stop_node("n1")
+    cluster.train()
+    cluster.join("n1")
+    cluster.pass_time(1)
+    assert cluster.ledger.nodes["j", "n1"].use == "standby"
+    assert cluster.released == []
+
+
 def test_a_node_with_other_ranks_is_kept() -> None:
     cluster = running(nproc=2)
     request(cluster, rank=2)

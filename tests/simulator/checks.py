@@ -317,7 +317,13 @@ class Checks:
         calm = process.touched_s < world.now - CALM_S and process.incarnation not in self._cut_off
         return process.alive and not process.machine.frozen and calm
 
-    def directed(self, node: str, directive: AgentDirective) -> None:
+    def released(self, node: str) -> None:
+        """A node that is given back is not used any more."""
+        there = self.world.ledger.nodes.get((self.world.job_id, node))
+        if there is None or there.use not in ("released", "lost"):
+            self.fail("6 accounted for", f"{node} is given back, the ledger has {there}")
+
+    def directed(self, agent_id: str, node: str, directive: AgentDirective) -> None:
         """Nothing reaches a rank that is not in the ledger."""
         job = self._job()
         for spec in directive.processes:
@@ -331,7 +337,7 @@ class Checks:
             self._directed(job, order)
         if directive.job_over is not None and not self.job_over:
             there = self.world.ledger.nodes.get((self.world.job_id, node))
-            if there is None or there.use not in ("released", "lost"):
+            if there is None or (there.agent_id == agent_id and there.use not in ("released", "lost")):
                 self.fail("ledger first", f"{node} is sent away, the ledger has {there}")
 
     def _directed(self, job: JobRecord, order: Directive) -> None:

@@ -130,10 +130,11 @@ class SimDaemon(Actor):
         elif isinstance(instruction, DirectAgent):
             agent = self._agents.get(instruction.agent_id)
             if agent is not None:
-                world.checks.directed(agent.machine.name, instruction.directive)
+                world.checks.directed(agent.agent_id, agent.machine.name, instruction.directive)
             self._send(instruction.agent_id, "directed", instruction.directive)
         elif isinstance(instruction, ReleaseNode):
             world.note(self.name, f"releases {instruction.node}: {instruction.reason}")
+            world.checks.released(instruction.node)
 
     def _send(self, agent_id: str, message: str, *args: Any) -> None:
         agent = self._agents.get(agent_id)

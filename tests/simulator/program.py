@@ -139,11 +139,11 @@ class MainThread:
             return False
         if last:
             return True
-        yield world.pace("apply")
+        yield world.pace("slow_apply" if world.random.random() < 0.1 else "apply")
         world.checks.step_applied(rank, epoch, step, state, given)
         state.params, state.step = model.apply(state.params, given), step + 1
         core.applied()
-        yield world.pace("slow_tail" if world.random.random() < 0.08 else "tail")
+        yield world.pace("slow_tail" if world.random.random() < 0.12 else "tail")
         return True
 
     @property

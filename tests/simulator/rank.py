@@ -315,7 +315,7 @@ class SimRank(Actor):
         self.exit_code = code
         self.world.note(self.name, f"exits with {code}")
         orderly = code == 0
-        linger_s = 0.0 if orderly else self.world.pace("linger")
+        linger_s = self.world.pace("linger") if not orderly and self.world.random.random() < 0.5 else 0.0
         for end in self.ends:
             end.close(orderly=orderly, linger_s=linger_s)
         if self.fetch is not None:

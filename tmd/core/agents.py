@@ -122,5 +122,6 @@ def admit(job: Job, now: float, hello: AgentHello) -> Agent:
     if old is not None and old.agent_id == hello.agent_id:
         job.set_node(now, hello.node, labels=agent.labels)
     else:
+        job.leaving_nodes.pop(hello.node, None)  # it is used again before it was given back
         job.set_node(now, hello.node, use="standby", labels=agent.labels, agent_id=hello.agent_id, reason="")
     return agent
