@@ -30,7 +30,7 @@ WORLD_SIZE = 4
 #: A step lasts at least this long while a test acts on the job.
 PACE_MS = 20
 #: For anything that takes processes of torch to start, on a busy machine.
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 #: What takes seconds is not asked for so often that the asking slows it down.
 STARTS_POLL_S = 0.1
 MARK = "E2E_MARK"
