@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 export OMP_NUM_THREADS := 1
 N ?= 20
-SEEDS ?= 0:10000
+SEEDS ?= 0:1500
 STAGES := lint fast session simulator e2e soak install
 
 .PHONY: help setup demo soak test test-fast lint clean $(addprefix stage-,$(STAGES))
