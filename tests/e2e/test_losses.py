@@ -129,20 +129,21 @@ def test_the_node_of_a_move_in_progress_is_lost(losing: LongJob, job: Job, who: 
 
 
 def test_without_a_standby_survivors_hold_until_a_node_comes_back(losing: LongJob, job: Job) -> None:
+    """The last rank is lost: of all ranks it is the one whose answers of the build new standbys take while it lives."""
     spare = [each["record"]["node"] for each in job.wait_ready(2)]
     for node in spare:
         losing.cluster.ask("local", "kill", node)
-    lost = job.node_of(2)
+    lost = job.node_of(3)
     before = job.pids()
-    since_s = losing.power_off(2)
+    since_s = losing.power_off(3)
     until(lambda: "waiting for a standby" in job.view()["sentence"], "the job says what it waits for")
-    assert "rank 2 has no holder" in job.view()["sentence"]
+    assert "rank 3 has no holder" in job.view()["sentence"]
     assert "start tmd-run on another node or bring one back" in job.view()["sentence"]
     losing.cluster.ask("local", "up", spare[0])
-    record = losing.recovered(since_s, 2)
+    record = losing.recovered(since_s, 3)
     assert record["to_nodes"] == [spare[0]]
     assert record["from_nodes"] == [lost]
-    assert stayers(before, job.pids()) == RANKS - {2}
+    assert stayers(before, job.pids()) == RANKS - {3}
 
 
 def test_after_all_this_the_job_ends_as_if_nothing_had_happened(losing: LongJob, job: Job) -> None:
