@@ -151,7 +151,7 @@ def test_a_dying_neighbour_on_the_node_poisons_like_its_broken_link() -> None:
 def test_old_repeated_and_foreign_orders_do_nothing() -> None:
     rig = Rig().running()
     rig.order(poison_epoch=0)
-    order = rig.core._order
+    order = rig.core.order
     assert order is not None
     assert rig.core.on_directive(order) == []
     newer_life = type(order)(

@@ -29,12 +29,12 @@ class ApplyOnUnknown(RankCore):
 
     def vote_ended(self, result: Ballot | None, *, sent: bool) -> tuple[Verdict, list[do.Instruction]]:
         verdict, out = super().vote_ended(result, sent=sent)
-        if verdict is not Verdict.BLOCK or self._vote is None:
+        if verdict is not Verdict.BLOCK or self.vote is None:
             return verdict, out
         self.unknown = False
-        self._yes = True
-        self._decide(self._vote.epoch)
-        return Verdict.APPLY, [*out, *self._changed()]
+        self.yes = True
+        self.decide(self.vote.epoch)
+        return Verdict.APPLY, [*out, *self.changed()]
 
 
 class DiscardOnUnknown(RankCore):
@@ -45,7 +45,7 @@ class DiscardOnUnknown(RankCore):
         if verdict is not Verdict.BLOCK:
             return verdict, out
         self.unknown = False
-        return Verdict.DISCARD, [*out, *self._changed()]
+        return Verdict.DISCARD, [*out, *self.changed()]
 
 
 class FlipWithoutFlag(RankCore):
@@ -55,43 +55,43 @@ class FlipWithoutFlag(RankCore):
         plan = vote.plan
         super()._accept(result, vote)
         if plan is not None and result.staged and result.plan_min == plan.plan_id and vote.epoch > self.poisoned_epoch:
-            self._flip = plan
+            self.flip = plan
 
 
 class FlipWithoutStaged(RankCore):
     """The leavers' flags are enough, and they raise them without being armed."""
 
     def vote_begins(self, *, last: bool = False) -> Ballot | None:
-        self._armed = self._plan is not None and self._leaves(self._plan)
+        self.armed = self.plan is not None and self.leaves(self.plan)
         return super().vote_begins(last=last)
 
     def _accept(self, result: Ballot, vote: Any) -> None:
         plan = vote.plan
         super()._accept(result, vote)
         if plan is not None and result.ready_leavers == len(plan.leavers) and vote.epoch > self.poisoned_epoch:
-            self._flip = plan
+            self.flip = plan
 
 
 class PoisonDoesNotSpread(RankCore):
     """Who gives up does not close its links."""
 
-    def _take(self) -> list[do.Instruction]:
-        return [instruction for instruction in super()._take() if not isinstance(instruction, do.CloseLinks)]
+    def take(self) -> list[do.Instruction]:
+        return [instruction for instruction in super().take() if not isinstance(instruction, do.CloseLinks)]
 
 
 class PoisonedRankVotes(RankCore):
     """A rank that has given up takes part in the vote: its report was not final."""
 
     def dead(self) -> bool:
-        return self._at_boundary and super().dead()
+        return self.at_boundary and super().dead()
 
 
 class ReportsInsideTheVote(RankCore):
     """A rank reports at the moment of poison though its vote may still say yes."""
 
-    def _poison(self, epoch: int, reason: str) -> None:
+    def poison(self, epoch: int, reason: str) -> None:
         before = self.poisoned_epoch
-        super()._poison(epoch, reason)
+        super().poison(epoch, reason)
         if self.poisoned_epoch > before:
             self.reported_epoch = epoch
 
@@ -106,11 +106,13 @@ class StaleEpochAccepted(RankCore):
 class GoBeforeLinked(RankCore):
     """A rank says that it is linked when it has only begun to link, and believes the word to go on."""
 
-    def _consider_install(self, order: Directive) -> None:
-        before = self._install_epoch
-        super()._consider_install(order)
-        if self._install_epoch > before:
-            self.linked_epoch = self._install_epoch
+    def on_directive(self, order: Directive) -> list[do.Instruction]:
+        before = self.install_epoch
+        out = super().on_directive(order)
+        if self.install_epoch == before:
+            return out
+        self.linked_epoch = self.install_epoch
+        return [*out, *self.changed()]
 
 
 class LeaverRunsOn(RankCore):
@@ -118,15 +120,15 @@ class LeaverRunsOn(RankCore):
 
     def _perform_flip(self, plan: Plan) -> None:
         super()._perform_flip(plan)
-        if self._leaves(plan):
-            self._frozen = False
+        if self.leaves(plan):
+            self.frozen = False
 
 
 class JoinerGetsWrongStep(RankCore):
     """The leaver hands its state over as soon as the vote has flipped, before the step is applied."""
 
     def leaver_step(self, plan_id: int) -> int | None:
-        if self._flip is not None and self._flip.plan_id == plan_id:
+        if self.flip is not None and self.flip.plan_id == plan_id:
             return self.next_step
         return super().leaver_step(plan_id)
 
@@ -141,12 +143,12 @@ class ReplicaServesTooEarly(RankCore):
 class AbortIgnored(RankCore):
     """A leaver says that it has dropped the plan and votes for it all the same."""
 
-    def _drop_plan(self, *, at_once: bool = False) -> None:
-        plan = self._plan
-        if plan is None or not self._leaves(plan) or at_once:
-            super()._drop_plan(at_once=at_once)
+    def drop_plan(self, *, at_once: bool = False) -> None:
+        plan = self.plan
+        if plan is None or not self.leaves(plan) or at_once:
+            super().drop_plan(at_once=at_once)
             return
-        self._dropped_plan = max(self._dropped_plan, plan.plan_id)
+        self.dropped_plan = max(self.dropped_plan, plan.plan_id)
 
 
 class FlipThoughPoisoned(RankCore):
@@ -156,10 +158,10 @@ class FlipThoughPoisoned(RankCore):
 
     def _accept(self, result: Ballot, vote: Any) -> None:
         super()._accept(result, vote)
-        self._wanted = self._flip
+        self._wanted = self.flip
 
     def boundary(self) -> tuple[Boundary, list[do.Instruction]]:
-        if self._wanted is not None and self._flip is None and self._wanted.plan_id > self._flipped_plan:
+        if self._wanted is not None and self.flip is None and self._wanted.plan_id > self.flipped_plan:
             self._perform_flip(self._wanted)
         self._wanted = None
         return super().boundary()

@@ -88,8 +88,8 @@ class Checks:
         self._moved_s = self.world.now
         self._speaks(epoch, rank.rank, rank.incarnation)
         self._live_s.setdefault(epoch, self.world.now)
-        if epoch not in self._first_step and rank.core._members is not None:
-            self._goes_on(epoch, step, rank.core._members)
+        if epoch not in self._first_step and rank.core.members is not None:
+            self._goes_on(epoch, step, rank.core.members)
         if self._first_step.setdefault(epoch, step) > step:
             self.fail(
                 "2 exactly once", f"{rank.name} runs step {step} in epoch {epoch}, which began at {self._first_step[epoch]}"

@@ -221,7 +221,7 @@ class MainThread:
         verdict, out = core.vote_ended(result, sent=self._sent)
         self.world.checks.vote_ended(rank, epoch, step, result)
         rank.perform(out)
-        if core._flip is not None:
+        if core.flip is not None:
             world.faults.point("flip", rank)
         while verdict is Verdict.BLOCK:
             self.world.faults.point("unknown", rank)
