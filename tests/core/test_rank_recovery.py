@@ -212,6 +212,27 @@ def test_steps_that_count_do_not_say_when_they_end() -> None:
     assert not of_kind(rig.core.boundary()[1], SendStatus)
 
 
+def test_an_approximate_record_is_not_handed_on_before_the_job_has_gone_on_with_it() -> None:
+    """Else: 1. a joiner loads approximately; 2. it hands that record to its buddy; 3. it dies before go; 4. the next joiner gets
+    it as exact, and no ledger says that it is not."""
+    rig = Rig("joiner", None).standby()
+    rig.order(rank=2)
+    rig.recover(1, 5)
+    rig.core.state_loaded(1, 5, "approximate")
+    assert not rig.core.may_hand_record()
+    rig.go(1)
+    rig.core.boundary()
+    assert rig.core.may_hand_record()
+
+
+def test_an_exact_record_is_handed_on_at_once() -> None:
+    rig = Rig("joiner", None).standby()
+    rig.order(rank=2)
+    rig.recover(1, 5)
+    rig.core.state_loaded(1, 5, "exact")
+    assert rig.core.may_hand_record()
+
+
 def test_a_rank_does_not_take_a_second_role() -> None:
     rig = Rig().running()
     assert not of_kind(rig.order(rank=2), TakeRole)

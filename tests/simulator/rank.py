@@ -249,9 +249,8 @@ class SimRank(Actor):
         self.world.after(self.world.hop(), self, self._report_linked, opening.epoch, len(opening.ends))
 
     def _send_own_record(self, opening: Opening, step: int) -> None:
-        """An approximate one is not passed on before the job has gone on with it: whoever got it would take it for exact."""
         rank, value = self.rank, self.own_records.get(step)
-        if rank is not None and value is not None and not self.approximate:
+        if rank is not None and value is not None and self.core.may_hand_record():
             buddy = buddy_of(rank, self.world.world_size, self.world.nproc_per_node)
             opening.ends["buddy", buddy].send(Frame("resync", opening.epoch, step, rank, self.incarnation, value))
 

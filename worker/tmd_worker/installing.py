@@ -76,6 +76,8 @@ class Installer:
     def _hand_record_to_buddy(self, epoch: int) -> None:
         """The buddy may be new: it gets the record of the last step before anyone may go on. Raises LinkError."""
         reply = self._await_own_record(epoch)
+        if not self._runtime.core.may_hand_record():
+            return
         self._fabric.buddy.send(Kind.RECORD, reply.step, reply.record, epoch=epoch)
         self._fabric.buddy.send(Kind.TAIL, reply.step, reply.tail or b"", epoch=epoch)
 

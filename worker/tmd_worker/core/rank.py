@@ -308,6 +308,11 @@ class RankCore(RankState):
             return None
         return self.applied_step == step
 
+    def may_hand_record(self) -> bool:
+        """May the buddy be given this rank's record? An approximate one only once the job has gone on with it: should this rank
+        be lost before, whoever gets that record next would take it for exact, and nobody would say that it is not."""
+        return self.run_epoch >= 0 or self.record_origin not in ("approximate", "missing")
+
     def leaver_step(self, plan_id: int) -> int | None:
         """On the leaver: the step that the joiner runs first, once frozen by this plan. None: not yet.
 
