@@ -176,7 +176,8 @@ class Cluster:
         raise LookupError(f"no living process has rank {rank}")
 
     def kill(self, process: RankProcess) -> None:
-        os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, and the zygote has seen it first
+            os.kill(process.pid, signal.SIGKILL)
 
     def processes(self) -> list[RankProcess]:
         return list(self._started)
