@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,16 +16,12 @@ STEPS = 1500
 MARGIN = 250
 #: A step lasts at least this long while replacements start, so that one job lasts for many tests.
 IDLE_PACE_MS = 400
-#: A node that lost its processes is replaced within this time, on a busy machine.
-RECOVERY_S = 60.0
 
 
-def strike(pids: Iterable[int]) -> float:
-    """SIGKILL to all of them within microseconds; returns the time."""
-    struck_s = time.time()
+def strike(pids: Iterable[int]) -> None:
+    """SIGKILL to all of them within microseconds."""
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    return struck_s
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,6 +36,8 @@ class LongJob:
     job: Job | None = None
     #: Ranks killed so far: each may have died between a commit and the line about it.
     kills: int = 0
+    #: Migrations that a test has accounted for, or that came before it.
+    _known: set[str] = dataclasses.field(default_factory=set)
 
     def whole(self) -> Job:
         """The job, all of whose standbys are ready; a new one if it is over, spoiled or near its end."""
@@ -60,6 +57,7 @@ class LongJob:
     def _ready(self, job: Job) -> Job:
         job.wait_ready(self.standbys)
         job.set_pace(PACE_MS)
+        self._known = {record["migration_id"] for record in job.migrations()}
         return job
 
     def end(self) -> None:
@@ -76,30 +74,46 @@ class LongJob:
         self.job.wait_state("done")
         self.job.wait_gone()
 
-    def kill(self, *pids: int) -> float:
+    def kill(self, *pids: int) -> None:
         """SIGKILL to processes of the job, all at once."""
         self.kills += len(pids)
-        return strike(pids)
+        strike(pids)
 
-    def kill_ranks(self, *ranks: int) -> float:
+    def kill_ranks(self, *ranks: int) -> None:
         assert self.job is not None
         pids = self.job.pids()
-        return self.kill(*(pids[rank] for rank in ranks))
+        self.kill(*(pids[rank] for rank in ranks))
 
-    def power_off(self, *ranks: int) -> float:
+    def power_off(self, *ranks: int) -> None:
         """The nodes of these ranks lose everything at once; nobody tells the resource manager."""
         assert self.job is not None
         agents, pids = running_agents(self.job), self.job.pids()
         self.kills += len(ranks)
-        return strike([*(agents[self.job.node_of(rank)] for rank in ranks), *(pids[rank] for rank in ranks)])
+        strike([*(agents[self.job.node_of(rank)] for rank in ranks), *(pids[rank] for rank in ranks)])
 
-    def recovered(self, since_s: float, *ranks: int) -> dict[str, Any]:
-        """The record of the recovery that replaced these ranks, once the job commits steps again, unharmed."""
-        assert self.job is not None
-        record = recovery_of(self.job, since_s, set(ranks))
-        self.job.wait_progress()
+    def recovered(self, *ranks: int) -> dict[str, Any]:
+        """The record of the last recovery that replaced these ranks, once the job commits steps again, unharmed."""
+        record = self.replaced(*ranks)
         self.assert_unharmed()
         return record
+
+    def replaced(self, *ranks: int) -> dict[str, Any]:
+        """The record of the last recovery that replaced these ranks, once the job commits steps again."""
+        job = self.job
+        assert job is not None
+        records = until(lambda: self._done_since(job, set(ranks)), f"ranks {ranks} of {job.id} are replaced")
+        self._known |= {record["migration_id"] for record in records}
+        job.wait_progress()
+        return records[-1]
+
+    def _done_since(self, job: Job, ranks: set[int]) -> list[dict[str, Any]]:
+        """The recoveries that no test has accounted for, once they have replaced all of these ranks."""
+        assert job.record()["state"] not in ("done", "failed"), job.record()["reason"]
+        fresh = [move for move in job.migrations() if move["kind"] == "unplanned" and move["migration_id"] not in self._known]
+        for move in fresh:
+            assert move["state"] not in ("failed", "aborted"), move["reason"]
+        replaced = {int(rank) for move in fresh if move["state"] == "done" for rank in move["leavers"]}
+        return fresh if ranks <= replaced else []
 
     def assert_unharmed(self) -> None:
         assert self.job is not None
@@ -121,24 +135,6 @@ class LongJob:
 def running_agents(job: Job) -> dict[str, int]:
     """Node -> pid of its agent."""
     return {agent["node"]: agent["pid"] for agent in job.agents() if agent["running"]}
-
-
-def recovery_of(job: Job, since_s: float, ranks: set[int]) -> dict[str, Any]:
-    """The record of the unplanned migration that replaced all of these ranks, once it is done."""
-
-    def found() -> dict[str, Any] | None:
-        view = job.view()
-        assert view["record"]["state"] not in ("done", "failed"), view["record"]["reason"]
-        for record in job.migrations():
-            if record["kind"] == "unplanned" and record["started_s"] >= since_s - 0.05:
-                assert record["state"] not in ("failed", "aborted"), record["reason"]
-                if record["state"] == "done" and ranks <= {int(rank) for rank in record["leavers"]}:
-                    return record
-        return None
-
-    record = until(found, f"ranks {sorted(ranks)} of {job.id} are replaced", within_s=RECOVERY_S)
-    assert record is not None
-    return record
 
 
 def stayers(before: dict[int, int], after: dict[int, int]) -> set[int]:

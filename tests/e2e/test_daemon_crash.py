@@ -83,11 +83,11 @@ def test_a_rank_dies_while_the_daemon_is_away(crashing: LongJob, job: Job) -> No
     """1. The daemon dies. 2. A rank dies: the survivors hold. 3. The daemon is back: the rank is replaced."""
     before = job.pids()
     crashing.cluster.stack.kill()
-    since_s = crashing.kill(before[2])
+    crashing.kill(before[2])
     until(lambda: before[2] not in marked(), "the rank is gone")
     at = written(job)
     crashing.cluster.stack.start()
-    crashing.recovered(since_s, 2)
+    crashing.recovered(2)
     assert stayers(before, job.pids()) == {0, 1, 3}
     assert at <= max(row["step"] for row in job.rows() if row["pid"] == before[2]) + 1, "the survivors went on alone"
 
@@ -96,25 +96,25 @@ def test_the_daemon_dies_before_every_survivor_has_reported(crashing: LongJob, j
     survivor = job.pids()[0]
     os.kill(survivor, signal.SIGSTOP)
     try:
-        since_s = crashing.kill_ranks(2)
+        crashing.kill_ranks(2)
         until(lambda: "waiting for the report of rank 0" in job.view()["sentence"], "the recovery waits for rank 0")
         crashing.cluster.stack.kill()
     finally:
         continue_stopped(survivor)
     crashing.cluster.stack.start()
-    crashing.recovered(since_s, 2)
+    crashing.recovered(2)
 
 
 @pytest.mark.parametrize("moment", ["install.received", "go.received"])
 def test_the_daemon_dies_when_a_survivor_has_its_word(crashing: LongJob, job: Job, moment: str) -> None:
     """The epoch is being installed, or the word to go on is out; rank 0 has just read it and says nothing yet."""
     fault = job.faults.arm("stop", moment, 0)
-    since_s = crashing.kill_ranks(3)
+    crashing.kill_ranks(3)
     stopped = fault.stopped_pid()
     crashing.cluster.stack.kill()
     continue_stopped(stopped)
     crashing.cluster.stack.start()
-    crashing.recovered(since_s, 3)
+    crashing.recovered(3)
 
 
 @pytest.mark.parametrize(
@@ -148,12 +148,12 @@ def test_the_ledger_is_locked_while_a_rank_is_lost(crashing: LongJob, job: Job) 
     with contextlib.closing(sqlite3.connect(ledger, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         wait_written(job, 10)
-        since_s = crashing.kill_ranks(0)
+        crashing.kill_ranks(0)
         log = crashing.cluster.stack.log
         until(lambda: "the ledger cannot be written" in log.read_text(), "the daemon says that it cannot write")
         at = written(job)
         other.execute("ROLLBACK")
-    crashing.recovered(since_s, 0)
+    crashing.recovered(0)
     assert written(job) > at
 
 

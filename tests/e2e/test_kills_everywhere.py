@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.cluster import WORLD_SIZE, Cluster, Job
-from tests.e2e.losses_rig import LongJob, recovery_of
+from tests.e2e.losses_rig import LongJob
 
 KILLS = int(os.environ.get("TMD_KILLS", "100"))
 SEED = int(os.environ.get("TMD_SEED", "1"))
@@ -41,12 +41,10 @@ def test_every_kill_leaves_the_results_as_they_were(killing: LongJob) -> None:
     while done < KILLS:
         job, ranks = killing.whole(), victims(chance)
         job.set_pace(0)
-        since_s = time.time()
         for number, rank in enumerate(ranks):
             time.sleep(chance.random() * (PAIR_S if number else ANY_MOMENT_S))
             killing.kill_ranks(rank)
-        recovery_of(job, since_s, set(ranks))
+        killing.recovered(*ranks)
         done += len(ranks)
-        killing.assert_unharmed()
     killing.finish()
     killing.assert_unharmed()

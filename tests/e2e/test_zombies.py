@@ -48,10 +48,9 @@ def assert_refused(job: Job, node: str, zombies: list[int]) -> None:
 
 def test_a_frozen_node_is_replaced_and_refused_when_it_thaws(freezing: LongJob, job: Job) -> None:
     node, pid = job.node_of(1), job.pids()[1]
-    since_s = time.time()
     freezing.kills += 1
     freezing.cluster.ask("local", "freeze", node)
-    record = freezing.recovered(since_s, 1)
+    record = freezing.recovered(1)
     assert record["from_nodes"] == [node]
     assert job.use_of(node)["use"] == "lost"
     freezing.cluster.ask("local", "thaw", node)
@@ -64,10 +63,9 @@ def test_a_frozen_node_is_replaced_and_refused_when_it_thaws(freezing: LongJob, 
 
 def test_a_frozen_rank_on_a_living_node_is_replaced_and_killed(freezing: LongJob, job: Job) -> None:
     pid = job.pids()[2]
-    since_s = time.time()
     freezing.kills += 1
     os.kill(pid, signal.SIGSTOP)
-    freezing.recovered(since_s, 2)
+    freezing.recovered(2)
     until(lambda: pid not in marked(), "its agent has killed the frozen rank")
 
 
@@ -92,7 +90,8 @@ def test_a_rank_dies_unseen_under_a_frozen_agent(freezing: LongJob, job: Job) ->
     agent = running_agents(job)[node]
     os.kill(agent, signal.SIGSTOP)
     try:
-        freezing.recovered(freezing.kill_ranks(0), 0)
+        freezing.kill_ranks(0)
+        freezing.recovered(0)
     finally:
         continue_stopped(agent)
     assert_refused(job, node, [])
@@ -101,12 +100,12 @@ def test_a_rank_dies_unseen_under_a_frozen_agent(freezing: LongJob, job: Job) ->
 
 
 def test_a_standby_freezes_just_before_it_is_needed(freezing: LongJob, job: Job) -> None:
-    """It may be chosen, since nobody knows yet: it does not link, and the other one takes the role."""
-    first, second = sorted(each["record"]["node"] for each in job.wait_ready(2))
+    """It may be chosen, since nobody knows yet: it does not link, and another one takes the role."""
+    first = min(each["record"]["node"] for each in job.wait_ready(2))
     freezing.cluster.ask("local", "freeze", first)
-    record = freezing.recovered(freezing.kill_ranks(1), 1)
+    freezing.kill_ranks(1)
+    freezing.recovered(1)
     assert job.node_of(1) != first
-    assert second in record["to_nodes"]
     freezing.cluster.ask("local", "thaw", first)
     job.wait_progress()
     freezing.assert_unharmed()
