@@ -14,6 +14,7 @@ from tests.e2e.cluster import PACE_MS, WORLD_SIZE, Cluster, Job, assert_unharmed
 STEPS = 1500
 #: So many steps before its end a long job is too short for another test.
 MARGIN = 250
+POLL_S = 0.1
 #: A step lasts at least this long while replacements start, so that one job lasts for many tests.
 IDLE_PACE_MS = 400
 
@@ -26,7 +27,7 @@ def strike(pids: Iterable[int]) -> None:
 
 @dataclasses.dataclass(slots=True)
 class LongJob:
-    """A job of four ranks with two standbys that is started again when it comes near its end."""
+    """A job of four ranks with standbys; when it comes near its end another one follows."""
 
     cluster: Cluster
     reference: Job
@@ -40,15 +41,19 @@ class LongJob:
     _known: set[str] = dataclasses.field(default_factory=set)
 
     def whole(self) -> Job:
-        """The job, all of whose standbys are ready; a new one if it is over, spoiled or near its end."""
+        """The job, all of whose standbys are ready; a new one if it is over or comes near its end."""
         job = self.job
         if job is not None:
             view = job.view()
-            if view["record"]["state"] not in ("done", "failed") and view["next_step"] < STEPS - MARGIN:
+            over = view["record"]["state"] in ("done", "failed")
+            if not over and view["next_step"] < STEPS - MARGIN:
                 job.set_pace(IDLE_PACE_MS)
                 self._bring_nodes_up()
                 return self._ready(job)
-            self.end()
+            if not over:
+                self.finish()
+                self.assert_unharmed()
+            job.wait_gone()
         self._bring_nodes_up()
         self.kills = 0
         self.job = self.cluster.start_job(standby=self.spares or self.standbys, steps=STEPS, pace_ms=IDLE_PACE_MS)
@@ -94,16 +99,17 @@ class LongJob:
     def recovered(self, *ranks: int) -> dict[str, Any]:
         """The record of the last recovery that replaced these ranks, once the job commits steps again, unharmed."""
         record = self.replaced(*ranks)
+        assert self.job is not None
+        self.job.wait_progress()
         self.assert_unharmed()
         return record
 
     def replaced(self, *ranks: int) -> dict[str, Any]:
-        """The record of the last recovery that replaced these ranks, once the job commits steps again."""
+        """The record of the last recovery that replaced these ranks, once the first step with the joiners is committed."""
         job = self.job
         assert job is not None
-        records = until(lambda: self._done_since(job, set(ranks)), f"ranks {ranks} of {job.id} are replaced")
+        records = until(lambda: self._done_since(job, set(ranks)), f"ranks {ranks} of {job.id} are replaced", every_s=POLL_S)
         self._known |= {record["migration_id"] for record in records}
-        job.wait_progress()
         return records[-1]
 
     def _done_since(self, job: Job, ranks: set[int]) -> list[dict[str, Any]]:

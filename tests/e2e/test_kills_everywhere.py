@@ -44,7 +44,7 @@ def test_every_kill_leaves_the_results_as_they_were(killing: LongJob) -> None:
         for number, rank in enumerate(ranks):
             time.sleep(chance.random() * (PAIR_S if number else ANY_MOMENT_S))
             killing.kill_ranks(rank)
-        killing.recovered(*ranks)
+        killing.replaced(*ranks)
         done += len(ranks)
     killing.finish()
     killing.assert_unharmed()

@@ -162,6 +162,7 @@ def test_a_rank_lost_with_its_buddy_makes_the_result_approximate_and_the_record_
     """Rank 2 keeps the small state of rank 1; rank 3 keeps that of rank 2."""
     losing.power_off(1, 2)
     losing.replaced(1, 2)
+    job.wait_progress()
     (line,) = job.record()["approximations"]
     assert "rank 1" in line
     assert "lost together with its buddy" in line

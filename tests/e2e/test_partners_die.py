@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import Cluster, Job, until
-from tests.e2e.losses_rig import LongJob, recovery_of, stayers
+from tests.e2e.losses_rig import LongJob, stayers
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +96,9 @@ def test_a_leaver_that_dies_while_its_joiner_gets_ready(moving: LongJob, job: Jo
     migration_id = job.request("--rank", "2")
     joiner = fault.stopped_pid()
     assert job.migration(migration_id)["state"] == {"role.taken": "preparing", "staged": "installing"}.get(point, "copying")
-    since_s = moving.kill(before[2])
+    moving.kill(before[2])
     os.kill(joiner, signal.SIGCONT)
-    recovery = recovery_of(job, since_s, {2})
+    recovery = moving.replaced(2)
     assert recovery["leavers"] == {"2": leaver}
     record = ended(job, migration_id)
     assert record["state"] == "aborted"
@@ -122,4 +122,4 @@ def test_a_leaver_that_dies_at_the_flip(moving: LongJob, job: Job, point: str) -
     if record["state"] == "aborted":
         assert "an unplanned failure came first" in record["reason"]
         # The buddy has the record of the last vote; frozen, the leaver had not said yet that nothing changed since.
-        assert recovery_of(job, record["started_s"], {2})["record_origin"] in ("exact", "assumed")
+        assert moving.replaced(2)["record_origin"] in ("exact", "assumed")

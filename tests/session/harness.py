@@ -150,7 +150,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         for started in self._started:
             if self._zygote.exit_code(started.pid) is None:
-                os.kill(started.pid, signal.SIGKILL)
+                self.kill(started)
             self._zygote.wait(started.pid)
             started.sock.close()
         self._selector.close()
