@@ -8,16 +8,19 @@ import dataclasses
 from tests.simulator.bugs import planted
 from tests.simulator.checks import Violation
 from tests.simulator.world import World
+from tmd_worker.core.answers import BrokenInvariant
 
 EVENT_LIMIT = 60_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one seed came to. `violation` is empty if every rule held."""
+    """What one seed came to. `violation` is empty if every rule held; `rule` is false if it was no rule that ended the seed, but
+    an exception of another kind: a core that does not work at all, which finds nothing."""
 
     seed: int
     violation: str
+    rule: bool
     events: int
     faults: int
     kinds: collections.Counter[str]
@@ -30,7 +33,7 @@ def run_seed(seed: int, *, bug: str = "", verbose: bool = False) -> Outcome:
     """Any exception of a core counts as a violation, too: it would have ended the process."""
     with planted(bug):
         world = World(seed, bug=bug, verbose=verbose)
-    violation = ""
+    violation, rule = "", True
     try:
         with planted(bug):
             _play(world)
@@ -41,11 +44,19 @@ def run_seed(seed: int, *, bug: str = "", verbose: bool = False) -> Outcome:
     except Exception as error:
         if verbose:
             raise
-        violation = f"{type(error).__name__}: {error}"
+        violation, rule = f"{type(error).__name__}: {error}", isinstance(error, AssertionError | BrokenInvariant)
     job = world.ledger.jobs.get(world.job_id)
     result = f"{job.state}: {job.reason}" if job is not None else "no job"
     return Outcome(
-        seed, violation, world.events, world.checks.faults, world.faults.struck, result, world.now, len(world.checks.committed)
+        seed,
+        violation,
+        rule,
+        world.events,
+        world.checks.faults,
+        world.faults.struck,
+        result,
+        world.now,
+        len(world.checks.committed),
     )
 
 
