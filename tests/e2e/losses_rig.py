@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import signal
@@ -35,8 +36,8 @@ class LongJob:
     standbys: int = 2
     spares: int | None = None
     job: Job | None = None
-    #: Ranks killed so far: each may have died between a commit and the line about it.
-    kills: int = 0
+    #: How often each rank was killed so far: each time it may have died between a commit and the line about it.
+    kills: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     #: Migrations that a test has accounted for, or that came before it.
     _known: set[str] = dataclasses.field(default_factory=set)
 
@@ -55,7 +56,7 @@ class LongJob:
                 self.assert_unharmed()
             job.wait_gone()
         self._bring_nodes_up()
-        self.kills = 0
+        self.kills.clear()
         self.job = self.cluster.start_job(standby=self.spares or self.standbys, steps=STEPS, pace_ms=IDLE_PACE_MS)
         return self._ready(self.job)
 
@@ -79,21 +80,20 @@ class LongJob:
         self.job.wait_state("done")
         self.job.wait_gone()
 
-    def kill(self, *pids: int) -> None:
-        """SIGKILL to processes of the job, all at once."""
-        self.kills += len(pids)
-        strike(pids)
+    def kill(self, pid: int, *, rank: int) -> None:
+        """SIGKILL to this process, which is the rank or takes it along."""
+        self.kills[rank] += 1
+        strike([pid])
 
-    def kill_ranks(self, *ranks: int) -> None:
+    def kill_rank(self, rank: int) -> None:
         assert self.job is not None
-        pids = self.job.pids()
-        self.kill(*(pids[rank] for rank in ranks))
+        self.kill(self.job.pids()[rank], rank=rank)
 
     def power_off(self, *ranks: int) -> None:
         """The nodes of these ranks lose everything at once; nobody tells the resource manager."""
         assert self.job is not None
         agents, pids = running_agents(self.job), self.job.pids()
-        self.kills += len(ranks)
+        self.kills.update(ranks)
         strike([*(agents[self.job.node_of(rank)] for rank in ranks), *(pids[rank] for rank in ranks)])
 
     def recovered(self, *ranks: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def test_a_rank_dies_while_the_daemon_is_away(crashing: LongJob, job: Job) -> No
     """1. The daemon dies. 2. A rank dies: the survivors hold. 3. The daemon is back: the rank is replaced."""
     before = job.pids()
     crashing.cluster.stack.kill()
-    crashing.kill(before[2])
+    crashing.kill(before[2], rank=2)
     until(lambda: before[2] not in marked(), "the rank is gone")
     at = written(job)
     crashing.cluster.stack.start()
@@ -96,7 +96,7 @@ def test_the_daemon_dies_before_every_survivor_has_reported(crashing: LongJob, j
     survivor = job.pids()[0]
     os.kill(survivor, signal.SIGSTOP)
     try:
-        crashing.kill_ranks(2)
+        crashing.kill_rank(2)
         until(lambda: "waiting for the report of rank 0" in job.view()["sentence"], "the recovery waits for rank 0")
         crashing.cluster.stack.kill()
     finally:
@@ -109,7 +109,7 @@ def test_the_daemon_dies_before_every_survivor_has_reported(crashing: LongJob, j
 def test_the_daemon_dies_when_a_survivor_has_its_word(crashing: LongJob, job: Job, moment: str) -> None:
     """The epoch is being installed, or the word to go on is out; rank 0 has just read it and says nothing yet."""
     fault = job.faults.arm("stop", moment, 0)
-    crashing.kill_ranks(3)
+    crashing.kill_rank(3)
     stopped = fault.stopped_pid()
     crashing.cluster.stack.kill()
     continue_stopped(stopped)
@@ -148,7 +148,7 @@ def test_the_ledger_is_locked_while_a_rank_is_lost(crashing: LongJob, job: Job) 
     with contextlib.closing(sqlite3.connect(ledger, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         wait_written(job, 10)
-        crashing.kill_ranks(0)
+        crashing.kill_rank(0)
         log = crashing.cluster.stack.log
         until(lambda: "the ledger cannot be written" in log.read_text(), "the daemon says that it cannot write")
         at = written(job)

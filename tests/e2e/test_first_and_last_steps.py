@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +58,25 @@ def failure(job: Job) -> dict[str, Any]:
     return record
 
 
-def ended_well(job: Job, reference: Job, *, kills: int) -> dict[str, Any]:
+def ended_well(job: Job, reference: Job, *, killed: Iterable[int]) -> dict[str, Any]:
     record: dict[str, Any] = job.wait_state("done")["record"]
     job.wait_gone()
     assert record["approximations"] == []
-    assert_unharmed(job, reference, lines_lost=kills)
+    assert_unharmed(job, reference, lines_lost=dict.fromkeys(killed, 1))
     return record
 
 
 def test_ranks_lost_in_the_build_and_in_the_warm_up(small: Cluster, reference: Job) -> None:
     """Half of a build cannot be taken back, so the job starts again from nothing, and may do so more than once."""
     job = start(small, trap("build", 1, "kill"), trap("warm-up", 2, "kill"), standby=1)
-    record = ended_well(job, reference, kills=2)
+    record = ended_well(job, reference, killed=(1, 2))
     assert 1 <= record["restarts"] <= 2
     assert sprung(job, 0) != sprung(job, 1)
 
 
 def test_ranks_lost_in_the_first_and_in_the_last_step(small: Cluster, reference: Job) -> None:
     job = start(small, trap("step", 3, "kill", step=0), trap("step", 0, "kill", step=STEPS - 1), standby=2)
-    record = ended_well(job, reference, kills=2)
+    record = ended_well(job, reference, killed=(0, 3))
     assert record["restarts"] == 0
     assert [list(each["leavers"]) for each in job.migrations()] == [["3"], ["0"]]
     assert {each["state"] for each in job.migrations()} == {"done"}
@@ -86,7 +86,7 @@ def test_a_rank_lost_with_its_buddy_in_the_first_step(small: Cluster, reference:
     """Nothing was committed, so nothing needs to be approximate: the job starts again from nothing."""
     job = start(small, trap("step", 1, "hold"), trap("step", 2, "hold"))
     strike([sprung(job, 0), sprung(job, 1)])
-    assert ended_well(job, reference, kills=2)["restarts"] == 1
+    assert ended_well(job, reference, killed=(1, 2))["restarts"] == 1
 
 
 def test_a_rank_that_never_survives_the_build_ends_the_job(small: Cluster) -> None:

@@ -43,7 +43,7 @@ def test_every_kill_leaves_the_results_as_they_were(killing: LongJob) -> None:
         job.set_pace(0)
         for number, rank in enumerate(ranks):
             time.sleep(chance.random() * (PAIR_S if number else ANY_MOMENT_S))
-            killing.kill_ranks(rank)
+            killing.kill_rank(rank)
         killing.replaced(*ranks)
         done += len(ranks)
     killing.finish()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.cluster import WORLD_SIZE, Cluster, Job, until
 from tests.e2e.losses_rig import LongJob, continue_stopped, running_agents, stayers
+from tmd.core.records import PHASES
 
 RANKS = set(range(WORLD_SIZE))
 
@@ -27,18 +28,21 @@ def job(losing: LongJob) -> Job:
 
 def test_a_killed_rank_is_replaced_and_no_other_process_notices(losing: LongJob, job: Job) -> None:
     before, epoch = job.pids(), job.record()["epoch"]
-    losing.kill_ranks(2)
+    losing.kill_rank(2)
     record = losing.recovered(2)
     assert list(record["leavers"]) == ["2"]
     assert "rank 2" in record["trigger"]
     assert record["record_origin"] in ("exact", "assumed")
+    assert list(record["phases_s"]) == list(PHASES)
+    assert min(record["phases_s"].values()) >= 0
+    assert record["downtime_s"] > 0
     assert stayers(before, job.pids()) == RANKS - {2}
     assert job.record()["epoch"] == epoch + 1
 
 
 def test_a_killed_agent_takes_its_ranks_along_and_its_node_is_replaced(losing: LongJob, job: Job) -> None:
     before, node = job.pids(), job.node_of(1)
-    losing.kill(running_agents(job)[node])
+    losing.kill(running_agents(job)[node], rank=1)
     losing.recovered(1)
     assert stayers(before, job.pids()) == RANKS - {1}
     assert job.use_of(node)["use"] == "lost"
@@ -56,7 +60,7 @@ def test_a_node_without_power_is_replaced_and_comes_back_as_a_new_standby(losing
 
 def test_a_node_that_an_operator_sets_down_is_replaced(losing: LongJob, job: Job) -> None:
     node = job.node_of(0)
-    losing.kills += 1
+    losing.kills[0] += 1
     losing.cluster.ask("local", "down", node, "--reason", "smoke in rack 3")
     assert losing.recovered(0)["from_nodes"] == [node]
     assert losing.cluster.node(node)["manager_state"] == "DOWN"
@@ -72,8 +76,8 @@ def test_two_nodes_that_are_not_buddies_are_lost_at_once(losing: LongJob, job: J
 def test_a_second_loss_while_the_first_is_being_recovered(losing: LongJob, job: Job) -> None:
     """1. Rank 1 is lost. 2. The new epoch is being installed; rank 3 has read the order. 3. Rank 3 is lost."""
     fault = job.faults.arm("stop", "install.received", 3)
-    losing.kill_ranks(1)
-    losing.kill(fault.stopped_pid())
+    losing.kill_rank(1)
+    losing.kill(fault.stopped_pid(), rank=3)
     losing.recovered(1, 3)
 
 
@@ -104,7 +108,7 @@ def test_a_stayer_is_lost_while_another_rank_moves(losing: LongJob, job: Job, mo
     """Before the flip the leaver goes on; at the flip either the leaver or the joiner does: one of them, in both cases."""
     fault = job.faults.arm("stop", moment, 3)
     move = job.request("--rank", "0")
-    losing.kill(fault.stopped_pid())
+    losing.kill(fault.stopped_pid(), rank=3)
     losing.recovered(3)
     record = until(lambda: (found := job.migration(move))["ended_s"] is not None and found, f"{move} has ended")
     assert record["state"] in outcome
@@ -120,7 +124,7 @@ def test_the_node_of_a_move_in_progress_is_lost(losing: LongJob, job: Job, who: 
     stayer = fault.stopped_pid()
     record = job.migration(move)
     node = record["from_nodes"][0] if who == "leaver" else record["to_nodes"][0]
-    losing.kills += who == "leaver"
+    losing.kills[1] += who == "leaver"
     losing.cluster.ask("local", "kill", node)
     continue_stopped(stayer)
     record = until(lambda: (found := job.migration(move))["ended_s"] is not None and found, f"{move} has ended")
@@ -151,7 +155,7 @@ def test_without_a_standby_survivors_hold_until_a_node_comes_back(losing: LongJo
 def test_after_all_this_the_job_ends_as_if_nothing_had_happened(losing: LongJob, job: Job) -> None:
     losing.finish()
     losing.assert_unharmed()
-    assert len(job.results()) >= WORLD_SIZE * (len(losing.reference.results()) // WORLD_SIZE) - losing.kills
+    assert len(job.results()) >= WORLD_SIZE * (len(losing.reference.results()) // WORLD_SIZE) - losing.kills.total()
     codes = {agent["node"]: agent["exit_code"] for agent in job.agents()}  # of the last life on each node
     assert {codes[job.node_of(rank)] for rank in RANKS} == {0}
     for record, after in itertools.pairwise(job.migrations()):

@@ -96,7 +96,7 @@ def test_a_leaver_that_dies_while_its_joiner_gets_ready(moving: LongJob, job: Jo
     migration_id = job.request("--rank", "2")
     joiner = fault.stopped_pid()
     assert job.migration(migration_id)["state"] == {"role.taken": "preparing", "staged": "installing"}.get(point, "copying")
-    moving.kill(before[2])
+    moving.kill(before[2], rank=2)
     os.kill(joiner, signal.SIGCONT)
     recovery = moving.replaced(2)
     assert recovery["leavers"] == {"2": leaver}
@@ -113,7 +113,7 @@ def test_a_leaver_that_dies_at_the_flip(moving: LongJob, job: Job, point: str) -
     fault = job.faults.arm("kill", point, 2)
     migration_id = job.request("--rank", "2")
     assert fault.pid() == before[2]
-    moving.kills += 1
+    moving.kills[2] += 1
     record = ended(job, migration_id)
     job.wait_progress()
     assert record["state"] in ("aborted", "done")

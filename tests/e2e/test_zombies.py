@@ -48,7 +48,7 @@ def assert_refused(job: Job, node: str, zombies: list[int]) -> None:
 
 def test_a_frozen_node_is_replaced_and_refused_when_it_thaws(freezing: LongJob, job: Job) -> None:
     node, pid = job.node_of(1), job.pids()[1]
-    freezing.kills += 1
+    freezing.kills[1] += 1
     freezing.cluster.ask("local", "freeze", node)
     record = freezing.recovered(1)
     assert record["from_nodes"] == [node]
@@ -63,7 +63,7 @@ def test_a_frozen_node_is_replaced_and_refused_when_it_thaws(freezing: LongJob, 
 
 def test_a_frozen_rank_on_a_living_node_is_replaced_and_killed(freezing: LongJob, job: Job) -> None:
     pid = job.pids()[2]
-    freezing.kills += 1
+    freezing.kills[2] += 1
     os.kill(pid, signal.SIGSTOP)
     freezing.recovered(2)
     until(lambda: pid not in marked(), "its agent has killed the frozen rank")
@@ -90,7 +90,7 @@ def test_a_rank_dies_unseen_under_a_frozen_agent(freezing: LongJob, job: Job) ->
     agent = running_agents(job)[node]
     os.kill(agent, signal.SIGSTOP)
     try:
-        freezing.kill_ranks(0)
+        freezing.kill_rank(0)
         freezing.recovered(0)
     finally:
         continue_stopped(agent)
@@ -103,7 +103,7 @@ def test_a_standby_freezes_just_before_it_is_needed(freezing: LongJob, job: Job)
     """It may be chosen, since nobody knows yet: it does not link, and another one takes the role."""
     first = min(each["record"]["node"] for each in job.wait_ready(2))
     freezing.cluster.ask("local", "freeze", first)
-    freezing.kill_ranks(1)
+    freezing.kill_rank(1)
     freezing.recovered(1)
     assert job.node_of(1) != first
     freezing.cluster.ask("local", "thaw", first)
