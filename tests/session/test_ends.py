@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,13 +55,15 @@ def test_collectives_after_the_last_step_are_those_of_pytorch(lab: Lab) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_script_is_plain_pytorch_without_a_daemon(world_size: int, tmp_path: Path) -> None:
     """torchrun's variables suffice; alone, not even those are needed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'worker'}",
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29511",
+        "MASTER_PORT": str(port),
     }
     processes = []
     try:
