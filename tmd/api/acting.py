@@ -38,6 +38,8 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 @routes.post("/v1/migrations")
 async def request_migration(request: web.Request) -> web.Response:
+    """Body: MigrationRequest. 201 with the migration, or with `dry_run` 200 and what would be done. 400, 403, 404; 409 if it
+    cannot be."""
     context = request.app[CONTEXT]
     caller = context.caller(request)
     wanted = await read_body(request, MigrationRequest)
@@ -59,6 +61,7 @@ async def request_migration(request: web.Request) -> web.Response:
 
 @routes.post("/v1/migrations/{migration}/abort")
 async def abort_migration(request: web.Request) -> web.Response:
+    """409 if it has flipped or ended, or replaces ranks that are lost."""
     context = request.app[CONTEXT]
     caller = context.caller(request)
     migration_id = request.match_info["migration"]
@@ -69,6 +72,7 @@ async def abort_migration(request: web.Request) -> web.Response:
 
 @routes.post("/v1/jobs/{job}/cancel")
 async def cancel_job(request: web.Request) -> web.Response:
+    """Ends every process of the job. 409 if it has ended already."""
     context = request.app[CONTEXT]
     caller = context.caller(request)
     job_id = request.match_info["job"]
@@ -95,6 +99,7 @@ async def make_token(request: web.Request) -> web.Response:
 
 @routes.post("/v1/nodes/{node}/drain")
 async def drain_node(request: web.Request) -> web.Response:
+    """Body: DrainRequest. Operators only. Every job's ranks on the node are moved, then it is given back."""
     context = request.app[CONTEXT]
     caller = context.operator(request)
     reason = (await read_body(request, DrainRequest)).reason.strip()

@@ -58,6 +58,8 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caller:
+    """Who asks, as the kernel (unix socket) says."""
+
     uid: int
     #: Root, the daemon's own user or a configured operator.
     operator: bool

@@ -35,6 +35,7 @@ async def health(request: web.Request) -> web.Response:
 
 @routes.get("/v1/status")
 async def status(request: web.Request) -> web.Response:
+    """The daemon itself: what it runs, how its ledger does, and a sentence for every object that the caller may see."""
     context = request.app[CONTEXT]
     caller = context.caller(request)
     jobs = [view for view in context.core.jobs() if caller.may_see(view.record)]
@@ -67,6 +68,7 @@ async def status(request: web.Request) -> web.Response:
 
 @routes.get("/v1/jobs")
 async def list_jobs(request: web.Request) -> web.Response:
+    """Live jobs, then up to ?limit= that have ended, newest first."""
     context = request.app[CONTEXT]
     caller = context.caller(request)
     limit = int(query_number(request, "limit", 50, 1000))
@@ -84,6 +86,8 @@ async def show_job(request: web.Request) -> web.Response:
 
 @routes.get("/v1/nodes")
 async def list_nodes(request: web.Request) -> web.Response:
+    """Every node of the resource manager and of any job. If the manager does not answer, `manager_error` says why and states are
+    unknown."""
     context = request.app[CONTEXT]
     caller = context.caller(request)
     manager_error = ""
@@ -112,6 +116,7 @@ async def list_standbys(request: web.Request) -> web.Response:
 
 @routes.get("/v1/migrations")
 async def list_migrations(request: web.Request) -> web.Response:
+    """Newest first; ?job= and ?limit= narrow it down."""
     context = request.app[CONTEXT]
     caller = context.caller(request)
     job_id = request.query.get("job")
@@ -146,6 +151,7 @@ async def show_migration(request: web.Request) -> web.Response:
 
 @routes.get("/v1/story/{subject}")
 async def tell_story(request: web.Request) -> web.Response:
+    """The events about the subject and those that led to them, oldest first; up to ?limit=. 404 if there are none to be seen."""
     context = request.app[CONTEXT]
     caller = context.caller(request)
     subject = request.match_info["subject"]

@@ -73,6 +73,7 @@ class DaemonCore:
         return self._admit(now, job, hello)
 
     def agent_status(self, now: float, status: AgentStatus) -> list[Instruction]:
+        """An agent says how its processes do. A status that is not newer than the last one changes nothing."""
         self._begin(now)
         job = self._job_of.get(status.agent_id)
         if job is None:

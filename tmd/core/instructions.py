@@ -24,6 +24,8 @@ class Persist:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WelcomeAgent:
+    """The agent's hello is accepted; its directives follow."""
+
     agent_id: str
     welcome: AgentWelcome
 

@@ -70,6 +70,7 @@ def _blame(job: Job, now: float, process: Process, code: int) -> None:
 
 
 def how_it_ended(code: int | None) -> str:
+    """Exit code as in `subprocess`, in words; None for a process that has begun to exit."""
     if code is None:
         return "its process is dying"
     if code < 0:

@@ -17,6 +17,8 @@ PHASES = ("detect", "select", "prepare", "install", "copy", "first_step")
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One job: who owns it, its shape, and everything that decides which epoch and step its ranks may run."""
+
     job_id: str
     state: JobState
     nnodes: int
@@ -78,6 +80,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MigrationRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One replacement, planned or unplanned, of one rank or of several at once; with what it cost."""
+
     migration_id: str
     job_id: str
     kind: MigrationKind

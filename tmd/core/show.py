@@ -9,6 +9,7 @@ from tmd.core.views import JobView, MigrationView, NodeView, RankView
 
 
 def job(job: Job) -> JobView:
+    """With everything that belongs to it."""
     last = job.commits.last()
     return JobView(
         record=job.record,
@@ -41,6 +42,7 @@ def migrations(job: Job) -> list[MigrationView]:
 
 
 def nodes(job: Job) -> list[NodeView]:
+    """Every node that the job has ever used."""
     views = []
     for node, record in job.nodes.items():
         agent = job.agents.get(record.agent_id)

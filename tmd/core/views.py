@@ -30,11 +30,15 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MigrationView(msgspec.Struct, frozen=True, kw_only=True):
+    """One migration. `sentence`: what it waits for, empty once it has ended."""
+
     record: MigrationRecord
     sentence: str = ""
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """One job with its members, standbys, nodes and open migrations."""
+
     record: JobRecord
     #: The members by rank.
     ranks: tuple[RankView, ...] = ()

@@ -14,6 +14,8 @@ from tmd.protocol.rank import Directive, RankStatus
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """The first message: who the agent is, which job it serves, and what must agree with the job's other nodes."""
+
     protocol: tuple[int, int]
     tmd_version: str
     job_id: str
@@ -44,6 +46,8 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class AgentWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The answer to a hello that fits: `protocol` is what both speak from now on."""
+
     protocol: tuple[int, int]
     generation: int
     heartbeat_s: float
@@ -66,6 +70,8 @@ ProcessState = Literal["starting", "running", "exiting", "exited"]
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that the agent has started."""
+
     incarnation: str
     pid: int
     state: ProcessState
@@ -78,6 +84,8 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """The agent's whole state; of two, the one with the higher `version` counts."""
+
     agent_id: str
     version: int
     time_s: float
@@ -95,11 +103,15 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobOver(msgspec.Struct, frozen=True, kw_only=True):
+    """How the job ended, for every agent of it."""
+
     exit_code: int
     reason: str
 
 
 class AgentDirective(msgspec.Struct, frozen=True, kw_only=True, tag="directive"):
+    """All that the daemon wants of this agent; of two, the one with the higher (generation, sequence) counts."""
+
     generation: int
     sequence: int
     #: Start what is missing, kill (SIGKILL) what runs and is not named. An incarnation that has exited is never started again.
@@ -111,6 +123,8 @@ class AgentDirective(msgspec.Struct, frozen=True, kw_only=True, tag="directive")
 
 
 class StoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="store_request"):
+    """A rank's call of the rendezvous store. Asked again with the same id (after a lost connection), it gets the same reply."""
+
     request_id: int
     incarnation: str
     operation: Literal["set", "get", "add", "compare_set", "delete", "check", "num_keys"]
@@ -123,6 +137,8 @@ class StoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="store_request
 
 
 class StoreReply(msgspec.Struct, frozen=True, kw_only=True, tag="store_reply"):
+    """`number`: of `add` and `num_keys`. `found` is False if a key that it is about is not there."""
+
     request_id: int
     incarnation: str
     found: bool = True

@@ -25,10 +25,14 @@ class RankWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="rank_welcome")
 
 
 class RankUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="rank_update"):
+    """The rank's whole status, whenever it changes."""
+
     status: RankStatus
 
 
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True, tag="rank_order"):
+    """The daemon's whole wish for this rank, as its agent heard it last."""
+
     directive: Directive
 
 
