@@ -7,7 +7,7 @@ N ?= 20
 SEEDS ?= 0:1500
 STAGES := lint fast session simulator e2e soak install
 
-.PHONY: help setup demo soak test test-fast lint clean $(addprefix stage-,$(STAGES))
+.PHONY: help setup setup-tests demo soak test test-fast lint clean $(addprefix stage-,$(STAGES))
 
 help:
 	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
@@ -24,11 +24,14 @@ demo: setup
 soak: setup
 	$(PY) -m tmd.demo --out out/soak --soak $(N)
 
-test-fast: setup
+setup-tests: setup
+	@scripts/setup-postgres
+
+test-fast: setup-tests
 	@rm -rf out/stages out/flaky
 	@$(MAKE) --no-print-directory stage-lint stage-fast
 
-test: setup
+test: setup-tests
 	@rm -rf out/stages out/flaky
 	@for stage in $(STAGES); do $(MAKE) --no-print-directory stage-$$stage || exit 1; done
 	@scripts/stages-complete $(STAGES)

@@ -6,7 +6,7 @@ from tmd.ledger.schema import metadata
 
 connection = context.config.attributes.get("connection")
 if connection is None:
-    raise SystemExit("run revisions with `tmd ledger upgrade`, which knows the database and takes the lock")
+    raise SystemExit("run revisions with `tmctl ledger upgrade`, which knows the database and takes the lock")
 # SQLite can roll back a schema change as well; Alembic only has to be told.
 context.configure(connection=connection, target_metadata=metadata, transactional_ddl=True)
 context.run_migrations()

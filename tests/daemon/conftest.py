@@ -9,9 +9,26 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.postgres import Postgres
 from tests.daemon.rig import Agent, Daemon
 
 _JOBS = itertools.count(100)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """A server that runs as long as the tests do; whoever stops it starts it again."""
+    with Postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database of each kind that a ledger can be on."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'ledger.db'}"
+    server: Postgres = request.getfixturevalue("postgres")
+    return server.fresh_database()
 
 
 @pytest.fixture

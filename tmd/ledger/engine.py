@@ -17,8 +17,12 @@ _Result = TypeVar("_Result")
 
 #: How long a statement may wait for another process's lock on a SQLite ledger.
 LOCK_TIMEOUT_S = 5.0
+#: How long a connection to Postgres may take.
+CONNECT_TIMEOUT_S = 10.0
 #: Any number, the same in every tmd: it guards the schema's upgrade on Postgres.
 _UPGRADE_LOCK = 0x746D64
+#: Of a damaged file so many places are named.
+_DAMAGES_NAMED = 5
 
 
 class BadDatabaseUrl(ValueError):
@@ -42,6 +46,11 @@ def parse_url(text_url: str) -> URL:
     return url.set(drivername=drivers[backend])
 
 
+def shown(url: URL) -> str:
+    """For people: without the driver, the password hidden."""
+    return url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
+
+
 class Writer(Protocol):
     """Runs transactions that write, one at a time."""
 
@@ -56,18 +65,36 @@ class Database(NamedTuple):
     readers: AsyncEngine
     writer: Writer
 
+    async def close(self) -> None:
+        await self.writer.close()
+        await self.readers.dispose()
+
 
 def connect(url: URL) -> Database:
-    """Connects when it is first used. What a writer's transaction has committed survives a power cut."""
+    """Connects when it is first used; makes a SQLite file that is not there. What a writer's transaction has committed
+    survives a power cut. Raises BadDatabaseUrl, OSError."""
     if url.get_backend_name() != "sqlite":
-        engine = create_async_engine(url, pool_pre_ping=True)
-        return Database(engine, _NetworkWriter(engine))
+        return _connect_network(url)
     _keep_private(str(url.database))
     options: dict[str, Any] = {} if "timeout" in url.query else {"connect_args": {"timeout": LOCK_TIMEOUT_S}}
     readers = create_async_engine(url, **options)
     event.listen(readers.sync_engine, "connect", _prepare_sqlite)
     event.listen(readers.sync_engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     return Database(readers, _FileWriter(url.set(drivername="sqlite"), options))
+
+
+def _connect_network(url: URL) -> Database:
+    # Whatever the server's own default is: a commit that was acknowledged must be on its disk.
+    settings = {"application_name": "tmd", "synchronous_commit": "on"}
+    try:
+        engine = create_async_engine(
+            url, pool_pre_ping=True, connect_args={"timeout": CONNECT_TIMEOUT_S, "server_settings": settings}
+        )
+    except ModuleNotFoundError as error:
+        raise BadDatabaseUrl(
+            f"database: a ledger on Postgres needs the Python package {error.name}: pip install 'tmd[head,postgres]'"
+        ) from None
+    return Database(engine.execution_options(isolation_level="REPEATABLE READ"), _NetworkWriter(engine))
 
 
 class _NetworkWriter:
@@ -112,6 +139,15 @@ def lock_for_upgrade(connection: Connection) -> None:
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
     # On SQLite BEGIN IMMEDIATE has taken the only lock there is.
+
+
+def damage(connection: Connection) -> list[str]:
+    """What the database itself finds wrong with its file, nothing if it is whole. Reads all of it (SQLite: about 200 MB/s).
+    Postgres is not asked: that is for its own tools, pg_amcheck and data checksums."""
+    if connection.dialect.name != "sqlite":
+        return []
+    found = [str(row[0]) for row in connection.exec_driver_sql(f"PRAGMA integrity_check({_DAMAGES_NAMED})")]
+    return [] if found == ["ok"] else found
 
 
 def _keep_private(path: str) -> None:

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-import msgspec
-from sqlalchemy import Connection, Table, delete, select, tuple_, update
+from sqlalchemy import Connection, delete, select, tuple_, update
 
 from tmd.core.instructions import Persist, ReleaseNode
 from tmd.ledger import revisions, schema
-from tmd.ledger.engine import Database, connect, parse_url
-from tmd.ledger.errors import LedgerTakenOver, translated
+from tmd.ledger.engine import Database, connect, damage, parse_url, shown
+from tmd.ledger.errors import BRING_BACK, LedgerDamaged, LedgerTakenOver, translated
 from tmd.ledger.reading import JOB_ENDED, LedgerReader
 from tmd.ledger.rows import to_row, upsert
 
@@ -30,6 +29,8 @@ _Result = TypeVar("_Result")
 
 #: A transaction that has not ended after this long counts as failed.
 WRITE_TIMEOUT_S = 15.0
+#: For the first one, which looks at the whole file and may have to change the schema.
+OPEN_TIMEOUT_S = 90.0
 #: The last writes that latency is judged by.
 _LATENCIES_KEPT = 1000
 
@@ -50,7 +51,7 @@ class Ledger(LedgerReader):
 
     def __init__(self, database: Database, generation: int, shown_url: str) -> None:
         super().__init__(database.readers, shown_url)
-        self._writer = database.writer
+        self._database = database
         self._turn = asyncio.Lock()
         self._closed = False
         self._latencies_s: collections.deque[float] = collections.deque(maxlen=_LATENCIES_KEPT)
@@ -61,7 +62,7 @@ class Ledger(LedgerReader):
     async def open(cls, database_url: str) -> Ledger:
         """Upgrades the schema and begins a new generation.
 
-        Raises BadDatabaseUrl, UnknownRevision, or LedgerUnavailable with the reason.
+        Raises BadDatabaseUrl, UnknownRevision, LedgerDamaged, or LedgerUnavailable with the reason.
         """
 
         def upgrade_and_count(connection: Connection) -> int:
@@ -76,22 +77,15 @@ class Ledger(LedgerReader):
         async with self._turn:
             if not self._closed:
                 self._closed = True
-                await self._writer.close()
-                await self._engine.dispose()
+                await self._database.close()
 
     async def write(self, persist: Persist, releases: Iterable[ReleaseNode] = ()) -> None:
         """All of it in one transaction, with the releases that are due once it is durable.
 
         Raises LedgerUnavailable, LedgerTakenOver.
         """
-        tables: list[tuple[Table, Iterable[msgspec.Struct]]] = [
-            (schema.jobs, persist.jobs),
-            (schema.ranks, persist.ranks),
-            (schema.nodes, persist.nodes),
-            (schema.migrations, persist.migrations),
-            (schema.events, persist.events),
-        ]
-        rows = [(table, [to_row(table, record) for record in records]) for table, records in tables]
+        kinds = (persist.jobs, persist.ranks, persist.nodes, persist.migrations, persist.events)
+        rows = [(schema.TABLE_OF[type(records[0])], [to_row(record) for record in records]) for records in kinds if records]
         if persist.paused is not None:
             rows.append((schema.meta, [{"name": "paused", "value": str(persist.paused).lower()}]))
         due = [{"job_id": release.job_id, "node": release.node, "reason": release.reason} for release in releases]
@@ -155,7 +149,7 @@ class Ledger(LedgerReader):
         began = time.monotonic()
         with translated(self.shown_url):
             async with self._turn, asyncio.timeout(WRITE_TIMEOUT_S):
-                await self._writer.run(fenced)
+                await self._database.writer.run(fenced)
         self._latencies_s.append(time.monotonic() - began)
         self.writes += 1
 
@@ -173,18 +167,25 @@ class Ledger(LedgerReader):
 async def upgrade(database_url: str) -> tuple[str | None, str]:
     """Upgrades the schema alone. Returns the revision before (None: there was no ledger) and after. Raises as Ledger.open."""
     database, _, revisions_seen = await _first_transaction(database_url, revisions.upgrade)
-    await database.writer.close()
+    await database.close()
     return revisions_seen
 
 
 async def _first_transaction(database_url: str, work: Callable[[Connection], _Result]) -> tuple[Database, str, _Result]:
     url = parse_url(database_url)
-    shown_url = url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
+    shown_url = shown(url)
+
+    def whole(connection: Connection) -> _Result:
+        if found := damage(connection):
+            raise LedgerDamaged(f"ledger {shown_url} is damaged: {'; '.join(found)}", BRING_BACK)
+        return work(connection)
+
     async with contextlib.AsyncExitStack() as on_failure:
         with translated(shown_url):
             database = connect(url)
-            on_failure.push_async_callback(database.writer.close)
-            result = await database.writer.run(work)
+            on_failure.push_async_callback(database.close)
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                result = await database.writer.run(whole)
         on_failure.pop_all()
     return database, shown_url, result
 

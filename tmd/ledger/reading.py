@@ -1,4 +1,5 @@
-"""What can be asked of the ledger. Readers never wait for the writer (SQLite: WAL; Postgres: MVCC)."""
+"""What can be asked of the ledger. Readers never wait for the writer (SQLite: WAL; Postgres: MVCC), and what is asked at once is
+answered from one moment (Postgres: repeatable read)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tmd.core.records import EventRecord, JobRecord, LedgerSnapshot, MigrationRe
 from tmd.core.story import story
 from tmd.ledger import schema
 from tmd.ledger.errors import translated
-from tmd.ledger.rows import from_row
+from tmd.ledger.rows import from_row, unsealed
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -29,7 +30,7 @@ _CAUSES_FOLLOWED = 100
 
 
 class LedgerReader:
-    """Read-only view of one ledger. Every question may raise LedgerUnavailable."""
+    """Read-only view of one ledger. Every question may raise LedgerUnavailable or LedgerDamaged."""
 
     def __init__(self, engine: AsyncEngine, shown_url: str) -> None:
         self._engine = engine
@@ -103,16 +104,17 @@ class LedgerReader:
         """(job, node, reason) of nodes that the resource manager has still to take back."""
         async with self._reading() as connection:
             table = schema.releases
-            return [(row.job_id, row.node, row.reason) for row in await connection.execute(select(table))]
+            rows = [unsealed(table, row) for row in await connection.execute(select(table))]
+            return [(row["job_id"], row["node"], row["reason"]) for row in rows]
 
     async def store_contents(self, job_id: str) -> tuple[dict[str, bytes], dict[tuple[str, int], bytes]]:
         """The job's rendezvous store: its values, and the remembered replies by (incarnation, request id)."""
         async with self._reading() as connection:
-            values = await connection.execute(select(schema.store).where(schema.store.c.job_id == job_id))
-            contents = {row.key: row.value for row in values}
-            query = select(schema.store_replies).where(schema.store_replies.c.job_id == job_id)
-            replies = await connection.execute(query.order_by(schema.store_replies.c.request_id))
-            return contents, {(row.incarnation, row.request_id): row.reply for row in replies}
+            values = await connection.execute(_of_jobs(schema.store, [job_id]))
+            contents = {row["key"]: row["value"] for row in (unsealed(schema.store, row) for row in values)}
+            query = _of_jobs(schema.store_replies, [job_id]).order_by(schema.store_replies.c.request_id)
+            replies = [unsealed(schema.store_replies, row) for row in await connection.execute(query)]
+            return contents, {(row["incarnation"], row["request_id"]): row["reply"] for row in replies}
 
     @contextlib.asynccontextmanager
     async def _reading(self) -> AsyncIterator[AsyncConnection]:
@@ -122,7 +124,9 @@ class LedgerReader:
 
     async def _events_by_id(self, ids: Iterable[int]) -> list[EventRecord]:
         wanted = list(ids)[:500]
-        return await self._read(EventRecord, select(schema.events).where(schema.events.c.event_id.in_(wanted))) if wanted else []
+        if not wanted:
+            return []
+        return await self._read(EventRecord, select(schema.events).where(schema.events.c.event_id.in_(wanted)))
 
     async def _read(self, kind: type[_Record], query: Select[Any]) -> list[_Record]:
         async with self._reading() as connection:

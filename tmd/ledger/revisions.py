@@ -30,24 +30,35 @@ def script_location() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+def settings(connection: Connection) -> Config:
+    """What Alembic's commands need to work on this connection, within its transaction."""
+    config = Config()
+    config.set_main_option("script_location", str(script_location()).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+def current(connection: Connection) -> tuple[str | None, str]:
+    """The ledger's revision (None for an empty database) and the newest that this tmd knows. Raises UnknownRevision."""
+    scripts = ScriptDirectory.from_config(settings(connection))
+    newest = scripts.get_current_head()
+    assert newest is not None, "there is at least one revision"
+    revision = MigrationContext.configure(connection).get_current_revision()
+    if revision is not None and revision not in {script.revision for script in scripts.walk_revisions()}:
+        raise UnknownRevision(
+            f"the ledger is at revision {revision}, which this tmd does not know (its newest is {newest}): a newer tmd has "
+            "written it; start that version, or name another --database"
+        )
+    return revision, newest
+
+
 def upgrade(connection: Connection) -> tuple[str | None, str]:
     """Within a transaction that writes. Returns the revision before (None for an empty database) and after.
 
     Raises UnknownRevision.
     """
     lock_for_upgrade(connection)
-    config = Config()
-    config.set_main_option("script_location", str(script_location()).replace("%", "%%"))
-    config.attributes["connection"] = connection
-    scripts = ScriptDirectory.from_config(config)
-    newest = scripts.get_current_head()
-    assert newest is not None, "there is at least one revision"
-    before = MigrationContext.configure(connection).get_current_revision()
-    if before is not None and before not in {script.revision for script in scripts.walk_revisions()}:
-        raise UnknownRevision(
-            f"the ledger is at revision {before}, which this tmd does not know (its newest is {newest}): a newer tmd has "
-            "written it; start that version, or name another --database"
-        )
+    before, newest = current(connection)
     if before != newest:
-        command.upgrade(config, "head")
+        command.upgrade(settings(connection), "head")
     return before, newest

@@ -1,7 +1,8 @@
 """The ledger's tables as SQLAlchemy knows them. They are made and changed by the revisions in `migrations/` alone.
 
 A table of records has one column per field of its record in `tmd.core.records`, of the same name: text, numbers, booleans and
-bytes as such, everything structured (membership tables, phase timings, labels) as JSON.
+bytes as such, everything structured (membership tables, phase timings, labels) as JSON. The last column is the row's checksum
+(`tmd.ledger.rows`); a revision that changes a table's columns sets it to NULL in that table, which means "not known".
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def _record_table(name: str, record: type[msgspec.Struct], key: tuple[str, ...],
     for field, hint in typing.get_type_hints(record).items():
         kind, nullable = _column_type(hint)
         columns.append(Column(field, kind, primary_key=field in key, nullable=nullable, autoincrement=False))
-    return Table(name, metadata, *columns, *(Index(f"{name}_by_{index}", index) for index in indexes))
+    return Table(name, metadata, *columns, _checksum(), *(Index(f"{name}_by_{index}", index) for index in indexes))
+
+
+def _checksum() -> Column[int]:
+    return Column("checksum", BigInteger, nullable=True)
 
 
 def _column_type(hint: Any) -> tuple[TypeEngine[Any], bool]:
@@ -51,6 +56,14 @@ ranks = _record_table("ranks", RankRecord, ("job_id", "incarnation"), "agent_id"
 nodes = _record_table("nodes", NodeRecord, ("job_id", "node"))
 migrations = _record_table("migrations", MigrationRecord, ("migration_id",), "job_id")
 events = _record_table("events", EventRecord, ("event_id",), "subject", "job_id")
+#: Where the records of each kind are.
+TABLE_OF: dict[type[msgspec.Struct], Table] = {
+    JobRecord: jobs,
+    RankRecord: ranks,
+    NodeRecord: nodes,
+    MigrationRecord: migrations,
+    EventRecord: events,
+}
 
 #: Single values: "generation" (how often a daemon has started on this ledger) and "paused".
 meta = Table("meta", metadata, Column("name", Text, primary_key=True), Column("value", Text, nullable=False))
@@ -62,6 +75,7 @@ releases = Table(
     Column("job_id", Text, primary_key=True),
     Column("node", Text, primary_key=True),
     Column("reason", Text, nullable=False),
+    _checksum(),
 )
 
 #: The rendezvous store of each job.
@@ -71,6 +85,7 @@ store = Table(
     Column("job_id", Text, primary_key=True),
     Column("key", Text, primary_key=True),
     Column("value", LargeBinary, nullable=False),
+    _checksum(),
 )
 
 #: Answers to the last changes that each incarnation asked of the store, so that a repeated request is done once.
@@ -81,4 +96,5 @@ store_replies = Table(
     Column("incarnation", Text, primary_key=True),
     Column("request_id", BigInteger, primary_key=True, autoincrement=False),
     Column("reply", LargeBinary, nullable=False),
+    _checksum(),
 )
