@@ -329,10 +329,13 @@ class Job:
     # ---------------------------------------------------------------- waiting
 
     def wait_state(self, *states: str, within_s: float = DEADLINE_S) -> dict[str, Any]:
-        """The job's view once it is in one of these states."""
+        """The job's view once it is in one of these states. A daemon that died before it had written the job down knows it again
+        as soon as an agent is back."""
 
         def reached() -> dict[str, Any] | None:
-            view = self.view()
+            view = self.cluster.stack.job(self.id)
+            if view is None:
+                return None
             record = view["record"]
             ended = record["state"] in ("done", "failed") and record["state"] not in states
             assert not ended, f"{self.id} is {record['state']}: {record['reason']}\n{self.logs()}"

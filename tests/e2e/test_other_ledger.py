@@ -52,6 +52,7 @@ def test_a_job_outlives_a_daemon_on_an_empty_ledger(alone: Cluster) -> None:
     job.wait_progress()
     until(lambda: job.pids() == pids, "the same processes are heard again")
     assert job.record()["epoch"] == 0
+    job.wait_ready(1)
     migration_id = job.request("--rank", "1")
     assert job.wait_measured(migration_id)["state"] == "done"
     job.cancel()
