@@ -8,7 +8,7 @@ down_revision = "0002"
 branch_labels = None
 depends_on = None
 
-TABLES = ("events", "jobs", "migrations", "nodes", "ranks", "releases", "store", "store_replies")
+TABLES = ("events", "jobs", "meta", "migrations", "nodes", "ranks", "releases", "store", "store_replies")
 
 
 def upgrade() -> None:

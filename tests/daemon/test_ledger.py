@@ -162,6 +162,7 @@ async def test_numbers_come_back_as_they_were_whatever_their_type(ledger: Ledger
         ("UPDATE jobs SET epoch = epoch + 1", "row 'j1' of jobs differs from its checksum"),
         ("UPDATE events SET text = 'nothing happened' WHERE event_id = 2", "row '2' of events differs from its checksum"),
         ("UPDATE store SET key = 'other'", "row 'j1 other' of store differs from its checksum"),
+        ("UPDATE meta SET value = 'false' WHERE name = 'paused'", "row 'paused' of meta differs from its checksum"),
         ("UPDATE releases SET reason = ''", "row 'j1 n1' of releases differs from its checksum"),
         ("UPDATE jobs SET state = 'sleeping', checksum = NULL", "row 'j1' of jobs is no JobRecord: Invalid enum value"),
     ],
@@ -169,9 +170,8 @@ async def test_numbers_come_back_as_they_were_whatever_their_type(ledger: Ledger
 async def test_a_row_that_tmd_has_not_written_is_never_taken_for_a_decision(
     ledger: Ledger, database_url: str, statement: str, says: str
 ) -> None:
-    await ledger.write(
-        Persist(jobs=(records.job(),), events=(records.event(1), records.event(2))), [ReleaseNode("j1", "n1", "x")]
-    )
+    written = Persist(jobs=(records.job(),), events=(records.event(1), records.event(2)), paused=True)
+    await ledger.write(written, [ReleaseNode("j1", "n1", "x")])
     await ledger.write_store(StoreChange({("j1", "k"): b"v"}, {("j1", "i1", 1): b"r"}))
     await change(database_url, lambda connection: connection.execute(text(statement)))
 

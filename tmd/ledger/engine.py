@@ -146,8 +146,8 @@ def damage(connection: Connection) -> list[str]:
     Postgres is not asked: that is for its own tools, pg_amcheck and data checksums."""
     if connection.dialect.name != "sqlite":
         return []
-    found = [str(row[0]) for row in connection.exec_driver_sql(f"PRAGMA integrity_check({_DAMAGES_NAMED})")]
-    return [] if found == ["ok"] else found
+    answer = "\n".join(str(row[0]) for row in connection.exec_driver_sql(f"PRAGMA integrity_check({_DAMAGES_NAMED})"))
+    return [] if answer == "ok" else [line for line in answer.splitlines() if not line.startswith("***")]
 
 
 def _keep_private(path: str) -> None:

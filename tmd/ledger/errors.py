@@ -61,6 +61,10 @@ _POSTGRES_REMEDIES = {
 _PERMISSION_DENIED = "42501"
 #: Tables or columns that must be there are not; a page or the index that leads to it cannot be read.
 _POSTGRES_DAMAGE = ("42P01", "42703", "XX001", "XX002")
+#: For these SQLite has no code of their own, or the driver finds them itself.
+_SQLITE_DAMAGE = ("no such table", "no such column", "Could not decode to UTF-8")
+#: A reason may quote what was read: so much of it is shown.
+_REASON_LIMIT = 300
 
 
 @contextlib.contextmanager
@@ -71,8 +75,8 @@ def translated(shown_url: str) -> Iterator[None]:
         yield
     except UnreadableRow as error:
         raise LedgerDamaged(f"ledger {shown_url} is damaged: {error}", BRING_BACK) from error
-    except json.JSONDecodeError as error:
-        raise LedgerDamaged(f"ledger {shown_url} is damaged: a structured value is no JSON ({error})", BRING_BACK) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise LedgerDamaged(f"ledger {shown_url} is damaged: a value is unreadable ({error})", BRING_BACK) from error
     except (sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError, OSError) as error:
         original = getattr(error, "orig", None) or error
         if _is_damage(original):
@@ -91,9 +95,8 @@ def _is_our_fault(error: Exception, original: BaseException) -> bool:
 def _is_damage(original: BaseException) -> bool:
     code = getattr(original, "sqlite_errorcode", None)
     if code is None:
-        return _state(original) in _POSTGRES_DAMAGE
-    unreadable = code == sqlite3.SQLITE_ERROR and ("no such table" in str(original) or "no such column" in str(original))
-    return (code & 0xFF) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or unreadable
+        return _state(original) in _POSTGRES_DAMAGE or str(original).startswith(_SQLITE_DAMAGE)
+    return (code & 0xFF) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(original).startswith(_SQLITE_DAMAGE)
 
 
 def _remedy(original: BaseException) -> str:
@@ -118,4 +121,4 @@ def _reason(original: BaseException) -> str:
     """The database's own words, without the statement."""
     if isinstance(original, TimeoutError):
         return "no answer in time"
-    return str(original) or type(original).__name__
+    return str(original)[:_REASON_LIMIT] or type(original).__name__

@@ -23,7 +23,7 @@ from tmd.ledger import revisions, schema
 from tmd.ledger.engine import Database, connect, damage, parse_url, shown
 from tmd.ledger.errors import BRING_BACK, LedgerDamaged, LedgerTakenOver, translated
 from tmd.ledger.reading import JOB_ENDED, LedgerReader
-from tmd.ledger.rows import to_row, upsert
+from tmd.ledger.rows import to_row, unsealed, upsert
 
 _Result = TypeVar("_Result")
 
@@ -192,8 +192,8 @@ async def _first_transaction(database_url: str, work: Callable[[Connection], _Re
 
 def _next_generation(connection: Connection) -> int:
     meta = schema.meta
-    last = connection.scalar(select(meta.c.value).where(meta.c.name == "generation").with_for_update())
-    generation = int(last or 0) + 1
+    rows = connection.execute(select(meta).where(meta.c.name == "generation").with_for_update())
+    generation = 1 + max((int(unsealed(meta, row)["value"]) for row in rows), default=0)
     upsert(connection, meta, [{"name": "generation", "value": str(generation)}])
     return generation
 

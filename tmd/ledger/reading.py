@@ -46,14 +46,15 @@ class LedgerReader:
             jobs = await _records(connection, JobRecord, select(schema.jobs).where(live).order_by(schema.jobs.c.created_s))
             ids = [job.job_id for job in jobs]
             last_event = await connection.scalar(select(func.max(schema.events.c.event_id)))
-            paused = await connection.scalar(select(schema.meta.c.value).where(schema.meta.c.name == "paused"))
+            values = await connection.execute(select(schema.meta).where(schema.meta.c.name == "paused"))
+            paused = [unsealed(schema.meta, row)["value"] for row in values]
             return LedgerSnapshot(
                 jobs=tuple(jobs),
                 ranks=tuple(await _records(connection, RankRecord, _of_jobs(schema.ranks, ids))),
                 nodes=tuple(await _records(connection, NodeRecord, _of_jobs(schema.nodes, ids))),
                 migrations=tuple(await _records(connection, MigrationRecord, _of_jobs(schema.migrations, ids))),
                 last_event_id=last_event or 0,
-                paused=paused == "true",
+                paused=paused == ["true"],
             )
 
     async def job(self, job_id: str) -> JobRecord | None:

@@ -42,12 +42,12 @@ def from_row(kind: type[_Record], row: Any) -> _Record:
 
 
 def sealed(table: Table, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as it is written: text without zero bytes, and the checksum, where the table has one."""
+    """The row as it is written: text without zero bytes, and with its checksum."""
     written = {
         name: value.replace("\0", "\N{REPLACEMENT CHARACTER}") if isinstance(table.c[name].type, Text) and value else value
         for name, value in row.items()
     }
-    return {**written, "checksum": _checksum(table, written)} if "checksum" in table.c else written
+    return {**written, "checksum": _checksum(table, written)}
 
 
 def unsealed(table: Table, row: Any) -> dict[str, Any]:

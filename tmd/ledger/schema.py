@@ -66,7 +66,7 @@ TABLE_OF: dict[type[msgspec.Struct], Table] = {
 }
 
 #: Single values: "generation" (how often a daemon has started on this ledger) and "paused".
-meta = Table("meta", metadata, Column("name", Text, primary_key=True), Column("value", Text, nullable=False))
+meta = Table("meta", metadata, Column("name", Text, primary_key=True), Column("value", Text, nullable=False), _checksum())
 
 #: Nodes that a job gave up and that the resource manager has not taken back yet.
 releases = Table(
