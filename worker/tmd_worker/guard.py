@@ -1,5 +1,8 @@
 """The sandbox's audit hook: while a process rehearses, what its user's code does must stay inside it.
 
+A process that rehearses is a standby without a role, or `tmd-run --check`. A member's own shadow steps are not guarded: it is
+the real rank, which may do all that.
+
 Refused: writing, deleting or renaming files outside scratch (temporary and cache directories, __pycache__, /dev/null and the
 like), network connections, new programs (but not those that torch or triton start to compile). Reading, memory and forked
 workers are free. It keeps an honest script honest; it is no jail: what a C library opens by itself is not seen, except
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import os
 import socket
 import sys
@@ -42,11 +46,27 @@ _CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
 }
 _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"})
 _CONNECTIONS = frozenset({"socket.connect", "socket.sendto", "socket.sendmsg"})
-#: Writers in C or Rust, by module and name; each takes the path as the argument of that index.
+#: What the events are called in a message.
+_SPOKEN = {
+    "os.remove": "delete (os.remove)",
+    "os.rmdir": "delete (os.rmdir)",
+    "os.mkdir": "make the directory (os.mkdir)",
+    "os.rename": "rename or replace (os.rename)",
+    "os.link": "make the link (os.link)",
+    "os.symlink": "make the link (os.symlink)",
+    "os.truncate": "shorten (os.truncate)",
+    "shutil.rmtree": "delete all of (shutil.rmtree)",
+    "sqlite3.connect": "open the database (sqlite3.connect)",
+}
+#: Writers in C or Rust, by module and name; each takes the path as the argument of that index and name.
 _BYPASSES = (
-    ("torch.serialization", "_open_zipfile_writer", 0),
-    ("safetensors.torch", "serialize_file", 1),
-    ("safetensors.numpy", "serialize_file", 1),
+    ("torch.serialization", "_open_zipfile_writer", 0, "name_or_buffer"),
+    ("torch.jit", "save", 1, "f"),
+    ("torch.jit._script", "RecursiveScriptModule.save", 1, "f"),
+    ("torch.package.package_exporter", "PackageExporter.__init__", 1, "f"),
+    ("torch.export.pt2_archive._package", "PT2ArchiveWriter.__init__", 1, "archive_path_or_buffer"),
+    ("safetensors.torch", "serialize_file", 1, "filename"),
+    ("safetensors.numpy", "serialize_file", 1, "filename"),
 )
 _DEVICES = ("/dev/null", "/dev/tty", "/dev/zero", "/dev/stdout", "/dev/stderr")
 _CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HF_HOME")
@@ -54,7 +74,7 @@ _CACHE_DIRECTORIES = ("~/.cache", "~/.triton")
 
 
 class SandboxRefused(PermissionError):
-    """The user's code tried to reach the outside on a standby that only rehearses."""
+    """The user's code tried to reach the outside in a process that only rehearses."""
 
 
 class _Exempt(threading.local):
@@ -63,13 +83,18 @@ class _Exempt(threading.local):
 
 _exempt = _Exempt()
 _role: int | None = None
+_who = ""
+#: One byte that all forks share: not 0 once the process that began to rehearse is live. A forked process (a pool that writes
+#: checkpoints) may outlive the rehearsal, and nobody tells it.
+_live: mmap.mmap | None = None
 _installed = False
 _scratch: tuple[str, ...] = ()
 
 
-def activate(role: int) -> None:
-    """From now on this process rehearses as rank `role`."""
-    global _role, _installed, _scratch
+def activate(role: int, who: str = "a standby") -> None:
+    """From now on this process, `who` in its messages, rehearses as rank `role`. A fork shares its fate."""
+    global _role, _who, _live, _installed, _scratch
+    _who, _live = who, mmap.mmap(-1, 1)
     _scratch = _scratch_directories()
     if not _installed:
         _installed = True
@@ -79,9 +104,11 @@ def activate(role: int) -> None:
 
 
 def deactivate() -> None:
-    """The process is live: everything is allowed."""
+    """The process is live: everything is allowed, in its forked children too."""
     global _role
     _role = None
+    if _live is not None:
+        _live[0] = 1
 
 
 @contextlib.contextmanager
@@ -104,7 +131,7 @@ def _scratch_directories() -> tuple[str, ...]:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if _role is None:
+    if _role is None or _is_over():
         return
     if event == "open":
         path, _mode, flags = arguments
@@ -122,6 +149,10 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
             _refuse("start the program", arguments[0])
     elif event == "import":
         _wrap_bypasses()
+
+
+def _is_over() -> bool:
+    return _live is not None and _live[0] != 0
 
 
 def _exempted() -> bool:
@@ -175,8 +206,8 @@ def _compiles(frame: FrameType | None) -> bool:
 
 def _refuse(action: str, what: Any) -> None:
     raise SandboxRefused(
-        f"refused to {action} {what!r}: this process is a standby that rehearses as rank {_role}, and the real rank does that; "
-        "put it under `if session.live:` (or `if step.committed:` inside a step)"
+        f"refused to {_SPOKEN.get(action, action)} {what!r}: this process is {_who} that rehearses as rank {_role}, and only the "
+        "real rank may do that; put it under `if session.live:` (or, in the loop, under `if step.committed:`)"
     )
 
 
@@ -185,18 +216,22 @@ def _refuse(action: str, what: Any) -> None:
 
 def _wrap_bypasses() -> None:
     """Wraps the writers whose modules have been loaded by now; each once."""
-    for module_name, name, index in _BYPASSES:
-        module = sys.modules.get(module_name)
-        writer = getattr(module, name, None)
+    for module_name, path, index, keyword in _BYPASSES:
+        *owners, name = path.split(".")
+        owner: Any = sys.modules.get(module_name)
+        for part in owners:
+            owner = getattr(owner, part, None)
+        writer = None if owner is None else getattr(owner, name, None)
         if writer is not None and not hasattr(writer, "_tmd_guarded"):
-            setattr(module, name, _guarded(writer, index))
+            setattr(owner, name, _guarded(writer, index, keyword))
 
 
-def _guarded(writer: Callable[..., Any], index: int) -> Callable[..., Any]:
+def _guarded(writer: Callable[..., Any], index: int, keyword: str) -> Callable[..., Any]:
     @functools.wraps(writer)
     def checked(*arguments: Any, **named: Any) -> Any:
-        if _role is not None and len(arguments) > index and isinstance(arguments[index], (str, bytes, os.PathLike)):
-            _check_path("open for writing", arguments[index])
+        path = arguments[index] if len(arguments) > index else named.get(keyword)
+        if _role is not None and not _is_over() and isinstance(path, (str, bytes, os.PathLike)):
+            _check_path("open for writing", path)
         return writer(*arguments, **named)
 
     checked._tmd_guarded = True  # type: ignore[attr-defined]

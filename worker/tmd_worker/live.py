@@ -1,27 +1,35 @@
 """The loop of a rank under tmd: warm-up, then steps that count only once every rank has agreed to apply them.
 
 Contract: a step lasts from one `__next__` to the next. An attempt that is discarded leaves nothing behind: its small state is
-restored, its gradients are empty, its batches are given again. Only this loop, at a boundary, lets the main thread go on.
+restored, its batches are given again, its gradients are gone (zeros where there was one before it, else None). Only this loop,
+at a boundary, lets the main thread go on.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any
 
 from tmd.protocol.exits import EXIT_TORN
 from tmd_worker import faults, guard
+from tmd_worker.check.findings import Finding, count
+from tmd_worker.check.untracked import Untracked
 from tmd_worker.core.rank import Boundary
 from tmd_worker.discard import StepDiscarded
 from tmd_worker.optimizers import Optimizers
 from tmd_worker.runtime import Runtime
+from tmd_worker.state.errors import TrackRefused
 from tmd_worker.state.tracked import SmallSnapshot, Tracked
 from tmd_worker.step import Step, StepMisused, draw_from
 from tmd_worker.threads import end_process
 from tmd_worker.transport.fabric import Fabric
 from tmd_worker.voting import CommitVote
-from tmd_worker.warmup import Settling
+from tmd_worker.warmup import shadow_steps
+
+_log = logging.getLogger(__name__)
 
 
 class LiveLoop:
@@ -43,21 +51,31 @@ class LiveLoop:
     # ---------------------------------------------------------------- the loop
 
     def warm_up(self, *, standby: bool) -> Iterator[Step]:
-        """Shadow steps in sandbox; afterwards everything tracked is as it was after the build."""
+        """Shadow steps in sandbox; afterwards everything tracked is as it was after the build. Raises TrackRefused if the script
+        was seen to change state that is not tracked (members only: a standby is built as they are)."""
         core = self._runtime.core
         self._runtime.tell(core.warm_up_begins)
         self._fabric.sandbox = True
         before = self._tracked.snapshot_all()
-        done = 0
-        with Settling() as settling:
-            while settling.wants_more(done):
-                step = Step(self, done, shadow=True)
-                yield step
-                step.require_body()
-                done += 1
+        untracked = Untracked(self._tracked)
+        if not standby:
+            untracked.begin(sys._getframe())
+        yield from shadow_steps(self, untracked.draws)
+        if not standby:
+            untracked.steps_done(sys._getframe())
         self._tracked.restore_all(before, keep_allocated=standby)
+        self._complain(untracked.findings(restored=True))
         self._fabric.sandbox = standby
         self._runtime.tell(core.warm_up_ended)
+
+    def _complain(self, findings: list[Finding]) -> None:
+        """Errors end the job before its first step; warnings come once, from rank 0."""
+        if count(findings, "error"):
+            lines = [finding.line() for finding in findings if finding.severity == "error"]
+            raise TrackRefused("the script changes state that session.track was not told of\n  " + "\n  ".join(lines))
+        if self._runtime.core.rank == 0:
+            for finding in findings:
+                _log.warning("%s", finding.line())
 
     def run(self, total: int) -> Iterator[Step]:
         """The live steps up to `total`, from wherever this rank's state is."""

@@ -108,6 +108,9 @@ class MemberEngine:
         if isinstance(obj, torch.optim.Optimizer):
             self._optimizers.attach(name, obj, undo=undo)
 
+    def untracked(self, obj: Any) -> None:
+        self._tracked.excused.append(obj)
+
     def steps(self, total: int) -> Iterator[Step]:
         self._publish_build()
         yield from self._loop.warm_up(standby=self._standby)

@@ -50,6 +50,9 @@ class PlainEngine:
     def track(self, name: str, obj: Any, *, undo: bool) -> None:
         self._tracked.add(name, obj, undo=undo)
 
+    def untracked(self, obj: Any) -> None:
+        pass  # nothing is asked of it here
+
     def steps(self, total: int) -> Iterator[Step]:
         for index in range(total):
             step = Step(self, index, shadow=False)

@@ -34,11 +34,22 @@ class Engine(Protocol):
     @property
     def world_size(self) -> int: ...
     def track(self, name: str, obj: Any, *, undo: bool) -> None: ...
+    def untracked(self, obj: Any) -> None: ...
     def steps(self, total: int) -> Iterator[Step]: ...
     def vote(self) -> None: ...
     def on_role(self, callback: Callable[[int], None]) -> None: ...
     def log_only(self) -> AbstractContextManager[None]: ...
     def digest(self) -> dict[str, str]: ...
+
+
+class RunsMain(Protocol):
+    """An engine that calls main itself."""
+
+    def run(self, main: Callable[[Engine], Result]) -> Result: ...
+
+
+#: Set by `tmd-run --check`, in the one process that it starts.
+engine_of_check: RunsMain | None = None
 
 
 class Session:
@@ -55,6 +66,8 @@ class Session:
         Under tmd this returns only on ranks that are still members at the end; a rank that is replaced, and a standby that
         is not needed, end inside.
         """
+        if engine_of_check is not None:
+            return engine_of_check.run(lambda engine: main(cls(engine)))
         if CONTROL_FD in os.environ:
             from tmd_worker.member import MemberEngine
 
@@ -91,6 +104,14 @@ class Session:
         """
         for name, obj in objects.items():
             self._engine.track(name, obj, undo=undo)
+
+    def untracked(self, *objects: Any) -> None:
+        """Says that these are no part of the training state, although they may change: a metric, an evaluation's data.
+
+        A joiner has them as its own build left them. The check of the first step, and `tmd-run --check`, pass over them.
+        """
+        for obj in objects:
+            self._engine.untracked(obj)
 
     def steps(self, total: int) -> Iterator[Step]:
         """The training loop, up to step `total` (steps already done elsewhere count). Once in a process.

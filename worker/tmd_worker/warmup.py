@@ -1,4 +1,4 @@
-"""How many shadow steps are enough: until every DistributedDataParallel that runs has settled on its buckets.
+"""The shadow steps, and how many of them are enough: until every DistributedDataParallel that runs has settled on its buckets.
 
 DDP rebuilds its buckets, with a collective, in the forward after the first complete backward; with static_graph one step
 later. A joiner that still had that before it would call a collective that nobody else calls.
@@ -6,16 +6,32 @@ later. A joiner that still had that before it would call a collective that nobod
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tmd_worker.check.draws import Draws
+from tmd_worker.step import Step, StepDriver
+
 #: The second one runs on what the first one has set up (optimizer state, buckets, compiled code).
 LEAST_STEPS = 2
 #: A module that runs without gradients never settles.
 MOST_STEPS = 5
+
+
+def shadow_steps(driver: StepDriver, draws: Draws) -> Iterator[Step]:
+    """As many as are enough, each in the view of `draws`."""
+    done = 0
+    with Settling() as settling, draws:
+        while settling.wants_more(done):
+            draws.next_step()
+            step = Step(driver, done, shadow=True)
+            yield step
+            step.require_body()
+            done += 1
 
 
 class Settling:

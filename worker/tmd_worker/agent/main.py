@@ -11,14 +11,16 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 import tmd
-from tmd_worker.agent import directed, plain
+from tmd_worker.agent import directed, identity, plain
+from tmd_worker.agent.environment import rank_environment
 from tmd_worker.agent.logs import LogPump
 from tmd_worker.agent.settings import (
+    CheckSettings,
     DaemonAddress,
     DirectedSettings,
     LogSettings,
@@ -37,6 +39,8 @@ from tmd_worker.agent.settings import (
 
 #: Where rank 0's store listens if nobody says otherwise, as in torchrun.
 DEFAULT_MASTER_PORT = 29500
+#: A check speaks of a job whose ranks can replace one another.
+LEAST_RANKS_CHECKED = 2
 #: The agent itself is broken (EX_SOFTWARE).
 EXIT_BROKEN = 70
 
@@ -49,6 +53,8 @@ Examples:
       in a job script; the daemon's address comes from TMD_DAEMON
   tmd-run --nnodes 2 --node-rank 0 --master-addr n1 -m my.trainer
       two nodes without a daemon; on the other node --node-rank 1
+  tmd-run --check train.py --lr 0.1
+      no training: does session.track know of everything that train.py changes?
 """
 
 
@@ -64,6 +70,9 @@ Examples:
 @click.option("--nnodes", metavar="N[:M]", help="Nodes that train (of N:M the N is taken). [default: Slurm's count, or 1]")
 @click.option("--nproc-per-node", default="1", show_default=True, metavar="N|auto|gpu|cpu", help="Ranks on each node.")
 @click.option("--standalone", is_flag=True, help="One node, no daemon, whatever TMD_DAEMON says.")
+@click.option("--check", is_flag=True,
+              help="Start no job: build, take two steps in one process, and name state that was not tracked.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="With --check: the findings as one JSON object.")
 @click.option("--standby", type=click.IntRange(0), default=0, envvar="TMD_STANDBY", metavar="N",
               help="Of the nodes that Slurm gave, how many stand by. [env: TMD_STANDBY]")  # fmt: skip
 @click.option("-m", "--module", is_flag=True, help="The script is a module's name, as in python -m.")
@@ -116,6 +125,8 @@ def tmd_run(**options: Any) -> None:
         settings = _settings(options)
     except SettingsRefused as refused:
         raise click.UsageError(str(refused)) from None
+    if isinstance(settings, CheckSettings):
+        _become_check(settings)
     sys.exit(_run(settings, max_restarts=options["max_restarts"]))
 
 
@@ -126,7 +137,11 @@ def main() -> None:
 # -------------------------------------------------------------------- settings
 
 
-def _settings(options: dict[str, Any]) -> DirectedSettings | PlainSettings:
+def _settings(options: dict[str, Any]) -> DirectedSettings | PlainSettings | CheckSettings:
+    if options["check"]:
+        return _check_settings(options)
+    if options["as_json"]:
+        raise SettingsRefused("--json is the form of what --check says; give --check as well, or leave it out")
     if options["standalone"]:
         return _standalone_settings(options)
     return _directed_settings(options) if options["daemon"] else _plain_settings(options)
@@ -156,6 +171,14 @@ def _directed_settings(options: dict[str, Any]) -> DirectedSettings:
         master_addr=options["master_addr"] or host,
         master_port=options["master_port"] or DEFAULT_MASTER_PORT,
     )
+
+
+def _check_settings(options: dict[str, Any]) -> CheckSettings:
+    launch = resolve_launch(options["command"], module=options["module"], no_python=options["no_python"])
+    if launch.kind == "program":
+        raise SettingsRefused("--check looks into a Python script; with --no-python there is nothing that it could look into")
+    ranks = resolve_nnodes(options["nnodes"], options["standby"], os.environ) * resolve_nproc(options["nproc_per_node"])
+    return CheckSettings(launch=launch, world_size=max(ranks, LEAST_RANKS_CHECKED), as_json=options["as_json"])
 
 
 def _standalone_settings(options: dict[str, Any]) -> PlainSettings:
@@ -238,6 +261,21 @@ def _log_settings(options: dict[str, Any], run_id: str) -> LogSettings:
 
 
 # -------------------------------------------------------------------- life
+
+
+def _become_check(settings: CheckSettings) -> NoReturn:
+    """The check is one process: this one."""
+    variables = rank_environment(
+        rank=0,
+        local_rank=0,
+        world_size=settings.world_size,
+        nproc_per_node=settings.world_size,
+        master_addr="127.0.0.1",
+        master_port=DEFAULT_MASTER_PORT,
+        run_id="check",
+        threads=identity.rank_threads(1, os.environ),
+    )
+    os.execve(sys.executable, settings.command(), {**os.environ, **variables})
 
 
 def _run(settings: DirectedSettings | PlainSettings, *, max_restarts: int) -> int:

@@ -298,5 +298,20 @@ class PlainSettings:
     master_port: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSettings:
+    """One process that rehearses, and no job."""
+
+    launch: Launch
+    #: What the script is told.
+    world_size: int
+    as_json: bool
+
+    def command(self) -> list[str]:
+        """What this process becomes."""
+        options = [*(["--json"] if self.as_json else []), "--world-size", str(self.world_size)]
+        return [sys.executable, "-u", "-m", "tmd_worker.check", *options, *self.launch.boot_arguments()]
+
+
 def default_run_id() -> str:
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -143,10 +143,30 @@ class LoaderCursor:
 
     # ---------------------------------------------------------------- role
 
+    def parts(self) -> list[Any]:
+        """What the user gave, and the samplers and the dataset in it."""
+        return self._source.parts()
+
     @property
     def changes_role(self) -> bool:
         """Whether `set_role` to another rank can work in place."""
         return self._source.knows_role or bool(self._tellable())
+
+    def require_movable(self) -> None:
+        """Raises TrackRefused if no standby, which rehearses as another rank, could ever take this source over."""
+        if self._role[1] > 1 and not self.changes_role:
+            kind = type(self.parts()[0]).__name__
+            raise TrackRefused(
+                f"cannot track {self.name}: nothing tells this {kind} which rank it serves, so a standby could not take it over "
+                f"and a lost rank could not be replaced; {self._remedy()}"
+            )
+
+    def _remedy(self) -> str:
+        first = "an iterator cannot start again: " if self._source.kind == "one-shot" else ""
+        return (
+            f"{first}track a function data(position, rank), use a DataLoader with a DistributedSampler, or give the object (a "
+            "dataset, too) a method set_role(rank, world_size) (with nothing to do in it if every rank sees the same)"
+        )
 
     def _tellable(self) -> list[Any]:
         """Parts that take the role: by `set_role`, or as a DistributedSampler that was made for this very role."""
@@ -162,9 +182,7 @@ class LoaderCursor:
             return
         if not self.changes_role:
             raise TrackRefused(
-                f"{self.name} was made for rank {self._role[0]} and cannot become that of rank {rank} in place: use a "
-                "DistributedSampler, give the object a method set_role(rank, world_size), or track a function "
-                "data(position, rank)"
+                f"{self.name} was made for rank {self._role[0]} and cannot become that of rank {rank} in place: {self._remedy()}"
             )
         for part in self._tellable():
             if callable(getattr(part, "set_role", None)):

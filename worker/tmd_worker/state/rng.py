@@ -1,5 +1,5 @@
 """The state of the random number generators that a step may draw from: torch (CPU and, once in use, the accelerator that is
-current), numpy's global one and Python's."""
+current), numpy's global one, Python's, and the user's own that are tracked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tmd_worker.state import tree
+from tmd_worker.state import generators, tree
 from tmd_worker.state.errors import StateMismatch
 
 _PYTHON_WORDS = 625
@@ -28,6 +28,8 @@ class RngState:
     torch_cuda: torch.Tensor | None
     numpy_global: Any
     python: tuple[Any, ...]
+    #: Of the user's tracked generators, by name.
+    own: dict[str, Any]
 
 
 def note_device() -> None:
@@ -38,9 +40,9 @@ def note_device() -> None:
 
 
 def capture() -> RngState:
-    """About 50 µs, most of it numpy's."""
+    """About 50 µs, most of it numpy's; more with tracked generators."""
     cuda = torch.cuda.get_rng_state(_device) if _device is not None else None
-    return RngState(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+    return RngState(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate(), generators.states())
 
 
 def restore(state: RngState) -> None:
@@ -49,6 +51,7 @@ def restore(state: RngState) -> None:
         torch.cuda.set_rng_state(state.torch_cuda, _device)
     np.random.set_state(state.numpy_global)
     random.setstate(state.python)
+    generators.restore(state.own)
 
 
 @contextmanager
@@ -64,14 +67,14 @@ def undisturbed() -> Iterator[None]:
 def encode(state: RngState) -> bytes:
     version, words, gauss = state.python
     python = (version, array.array("I", words).tobytes(), gauss)
-    return tree.encode((state.torch_cpu, state.torch_cuda, state.numpy_global, python), "rng")
+    return tree.encode((state.torch_cpu, state.torch_cuda, state.numpy_global, python, state.own), "rng")
 
 
 def decode(data: bytes) -> RngState:
     """Raises StateMismatch if this is no RNG state."""
     parts = tree.decode(data, "rng")
     try:
-        torch_cpu, torch_cuda, numpy_global, (version, raw, gauss) = parts
+        torch_cpu, torch_cuda, numpy_global, (version, raw, gauss), own = parts
         words = array.array("I")
         words.frombytes(raw)
         cuda_fits = torch_cuda is None or (torch_cuda.dtype, torch_cuda.dim()) == (torch.uint8, 1)
@@ -80,6 +83,7 @@ def decode(data: bytes) -> RngState:
             raise ValueError("a generator's state has another size here: do both run the same versions?")
         np.random.RandomState().set_state(numpy_global)
         random.Random().setstate((version, tuple(words), gauss))
-    except (TypeError, ValueError, AttributeError) as error:
+        generators.check(own)
+    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
         raise StateMismatch(f"rng: {error}; nothing was taken from it") from error
-    return RngState(torch_cpu, torch_cuda, numpy_global, (version, tuple(words), gauss))
+    return RngState(torch_cpu, torch_cuda, numpy_global, (version, tuple(words), gauss), own)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tmd.protocol.rank import RecordOrigin
-from tmd_worker.state import optim, records, rng, tree
+from tmd_worker.state import generators, optim, records, rng, tree
 from tmd_worker.state.buffers import Buffers, BufferSnapshot
 from tmd_worker.state.errors import StateUnusable, TrackRefused
 from tmd_worker.state.gradients import Gradients, Pattern
@@ -73,6 +73,8 @@ class Tracked:
         self.schedulers: dict[str, LRScheduler] = {}
         self.scalers: dict[str, torch.amp.GradScaler] = {}
         self.others: dict[str, LoadsState] = {}
+        #: What the script says is no part of the training state.
+        self.excused: list[Any] = []
         self.buffers = Buffers()
         #: Every parameter once, under its first name; and the way back.
         self.parameters: dict[str, torch.nn.Parameter] = {}
@@ -120,6 +122,8 @@ class Tracked:
             self.schedulers[name] = obj
         elif isinstance(obj, torch.amp.GradScaler):
             self.scalers[name] = obj
+        elif generators.is_generator(obj):
+            generators.tracked[name] = obj
         elif is_source(obj):
             if self._role is None:
                 raise ValueError("Tracked.set_role comes before the first source of data")
@@ -128,8 +132,8 @@ class Tracked:
             self._add_other(name, obj)
         else:
             raise TrackRefused(
-                f"cannot track {name}: a {type(obj).__name__} is neither module, optimizer, scheduler, GradScaler nor data, "
-                "and has no state_dict() and load_state_dict()"
+                f"cannot track {name}: a {type(obj).__name__} is neither module, optimizer, scheduler, GradScaler, generator nor "
+                "data, and has no state_dict() and load_state_dict()"
             )
 
     def _add_module(self, name: str, module: torch.nn.Module) -> None:
@@ -157,8 +161,16 @@ class Tracked:
             )
         self.others[name] = obj
 
+    def holds(self, obj: Any) -> bool:
+        """Whether this very object was tracked, maybe within a wrapper."""
+        obj = unwrapped(obj)
+        return any(other is obj for other in self._tracked.values())
+
     def check_complete(self) -> None:
-        """Raises TrackRefused if something that belongs to the tracked optimizers was not tracked itself."""
+        """Raises TrackRefused if something that belongs to the tracked optimizers was not tracked itself, or if a standby could
+        not take over this rank's data."""
+        for loader in self.loaders.values():
+            loader.require_movable()
         scheduled = {id(scheduler.optimizer) for scheduler in self.schedulers.values()}
         for name, optimizer in self.optimizers.items():
             optim.parameter_names(name, optimizer, self.names)

@@ -1,0 +1,108 @@
+"""State of the script that `session.track` was not told of, as the shadow steps show it.
+
+Contract: `begin` before the first shadow step, `steps_done` after the last one, then everything tracked is put back, then
+`findings`. What changed and is not back is lost with the rank: an error. What is there and did not change is a warning.
+"""
+
+from __future__ import annotations
+
+import re
+from types import FrameType
+from typing import Any
+
+from tmd_worker.check import kinds
+from tmd_worker.check.draws import Draws
+from tmd_worker.check.findings import Finding
+from tmd_worker.check.holdings import Held, Walk, roots
+from tmd_worker.state.tracked import Tracked
+
+_CHANGED = "a {type} that was not tracked changed in the shadow steps"
+_MADE = "a {type} that was not tracked was made in a shadow step and stays"
+_DRAWN = "a {type} that was not tracked is drawn from in one step after another"
+_THERE = "a {type} that was not tracked; it did not change in the shadow steps"
+
+
+class Untracked:
+    """One process's look at its script."""
+
+    def __init__(self, tracked: Tracked) -> None:
+        self._tracked = tracked
+        self.draws = Draws()
+        self._held: list[Held] = []
+        self._made: list[Held] = []
+        #: Fingerprints before the shadow steps and after them, by the held object's id.
+        self._before: dict[int, bytes] = {}
+        self._after: dict[int, bytes] = {}
+
+    def begin(self, frame: FrameType) -> None:
+        """`frame`: the caller's; the script's functions are above it."""
+        self._held = self._walk(frame)
+        self._before = {id(held.obj): held.fingerprint() for held in self._held}
+
+    def steps_done(self, frame: FrameType | None = None) -> None:
+        """Nothing tracked has been put back yet. Without `frame` the script's functions are gone: an exception left them."""
+        self._after = {id(held.obj): held.fingerprint() for held in self._held}
+        if frame is not None:
+            self._made = [held for held in self._walk(frame) if held.kind.lasts and id(held.obj) not in self._before]
+
+    def findings(self, *, restored: bool) -> list[Finding]:
+        """Errors first. `restored`: everything tracked has been put back since."""
+        found = [finding for held in self._held if (finding := self._finding(held, restored)) is not None]
+        found += [_finding_of(held, _MADE, severe=True) for held in self._made]
+        return sorted(found, key=lambda finding: finding.severity)
+
+    def _finding(self, held: Held, restored: bool) -> Finding | None:
+        if held.kind is kinds.LOADER and self.draws.carried(held.obj):
+            return _finding_of(held, _DRAWN, severe=True)
+        if held.kind is kinds.ITERATOR and self._of_a_loader(held.obj):
+            return None
+        before, after = self._before[id(held.obj)], self._after.get(id(held.obj), b"")
+        now = held.fingerprint() if restored else after
+        if now != before:
+            return _finding_of(held, _CHANGED, severe=True)
+        if after != before:
+            return None  # it changed and is back: something tracked covers it
+        return _finding_of(held, _THERE, severe=False) if held.matters() else None
+
+    def _of_a_loader(self, iterator: Any) -> bool:
+        """One of a loader that is named itself."""
+        sampler = getattr(iterator, "_index_sampler", None)
+        loaders = [held.obj for held in self._held if held.kind is kinds.LOADER]
+        return sampler is not None and any(loader._index_sampler is sampler for loader in loaders)
+
+    def _walk(self, frame: FrameType) -> list[Held]:
+        tensors = {id(parameter) for parameter in self._tracked.parameters.values()}
+        for module in self._tracked.modules.values():
+            tensors |= {id(tensor) for tensor in kinds.module_tensors(module)}
+        walk = Walk(known_tensors=tensors, known=self._is_known, excused=self._tracked.excused)
+        return walk.run(roots(frame))
+
+    def _is_known(self, obj: Any) -> bool:
+        if self._tracked.holds(obj):
+            return True
+        parts = [part for loader in self._tracked.loaders.values() for part in loader.parts()]
+        parts += [part for schedule in self._tracked.schedulers.values() for part in getattr(schedule, "_schedulers", ())]
+        return any(part is obj for part in parts)
+
+
+def _type_of(held: Held) -> str:
+    """As people call it: several kinds are named Generator."""
+    cls = type(held.obj)
+    if held.kind is kinds.GENERATOR:
+        return f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
+    return f"{cls.__name__} (an iterator)" if held.kind is kinds.ITERATOR else cls.__name__
+
+
+def _finding_of(held: Held, what: str, *, severe: bool) -> Finding:
+    name = held.node.path
+    argument = re.sub(r"\W+", "_", name).strip("_") or "it"
+    track = f"session.track({argument}={name})"
+    return Finding(
+        severity="error" if severe else "warning",
+        kind=held.kind.name,
+        name=name,
+        what=what.format(type=_type_of(held)),
+        where=held.node.where(),
+        why=held.kind.lost,
+        remedy=held.kind.remedy.format(track=track, name=argument),
+    )
