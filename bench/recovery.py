@@ -16,6 +16,7 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +114,25 @@ def _recovery_after(stack: Stack, job_id: str, since_s: float) -> dict[str, Any]
 
 
 def _first_commit_after(job_out: Path, killed_s: float, record: dict[str, Any]) -> float:
-    """When the joiner wrote its first committed step: only it has a log that begins after the kill."""
+    """When the joiner wrote its first committed step; the daemon may know of the commit before that line is there."""
     ranks = {int(rank) for rank in record["leavers"]}
-    first = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        first = [time_s for rank, time_s in _first_commits(job_out) if rank in ranks and time_s > killed_s]
+        if first:
+            return min(first)
+        time.sleep(0.01)
+    raise TimeoutError(f"no joiner has logged a step since the kill of rank {sorted(ranks)}")
+
+
+def _first_commits(job_out: Path) -> Iterator[tuple[int, float]]:
+    """(rank, time) of the first committed step of every process so far: only a joiner's is later than the kill."""
     for log in job_out.glob("commits-*.jsonl"):
         with log.open() as lines:
             line = lines.readline()
         if line.endswith("\n"):
             _, rank, time_s = json.loads(line)
-            if rank in ranks and time_s > killed_s:
-                first.append(time_s)
-    if not first:
-        raise RuntimeError(f"no joiner has logged a step since the kill of rank {sorted(ranks)}")
-    return float(min(first))
+            yield rank, time_s
 
 
 def _summarise(results: list[dict[str, Any]], resident_mib: int) -> dict[str, Any]:
