@@ -120,15 +120,20 @@ def test_connections_that_say_nothing_do_not_keep_others_out(pair: Mesh) -> None
 
 
 def test_other_kinds_of_connections_reach_their_handler(pair: Mesh) -> None:
+    """Neither end may gather small pieces: an answer of several would wait for the peer's delayed acknowledgements."""
     server, client = pair.nodes
+    undelayed = []
 
     def handler(sock: socket.socket, fields: dict[str, object]) -> None:
+        undelayed.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         sock.sendall(repr(sorted(fields.items())).encode())
         sock.close()
 
     server.fabric.serve("state", handler)
     with client.fabric.connect(server.member, "state", {"step": 7}, 5.0) as sock:
+        undelayed.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         assert read_to_end(sock) == b"[('incarnation', 'inc-1'), ('step', 7)]"
+    assert all(undelayed)
 
 
 def test_a_connection_that_nothing_serves_fails_with_the_reason(pair: Mesh) -> None:
