@@ -104,6 +104,7 @@ class _Watch:
             if self._pending and view["next_step"] >= self._pending[0].at_step and record["state"] == "running":
                 self._disturb(view, self._pending.pop(0))
             time.sleep(POLL_S)
+        self._wait_until_gone(out)
         if self._pending:
             raise RunFailed(
                 f"job {self._job_id} ended before step {self._pending[0].at_step}: nothing was tested; use more steps"
@@ -119,10 +120,21 @@ class _Watch:
 
     def _wait_for_agents(self, out: Path) -> None:
         """The daemon knows a job from its first agent on. Raises RunFailed if none has come in time, or all have ended."""
-        agents = self._stack.client.get(f"/v1/local/jobs/{self._job_id}")["agents"]
-        if time.monotonic() - self._started > AGENTS_TIMEOUT_S or not any(agent["running"] for agent in agents):
+        if time.monotonic() - self._started > AGENTS_TIMEOUT_S or not any(agent["running"] for agent in self._agents()):
             raise RunFailed(f"no agent of job {self._job_id} has reached the daemon; logs: {out / 'logs'}")
         time.sleep(POLL_S)
+
+    def _wait_until_gone(self, out: Path) -> None:
+        """Its nodes are free for the next run once every agent has ended. Raises RunFailed."""
+        deadline = time.monotonic() + AGENTS_TIMEOUT_S
+        while left := [agent["node"] for agent in self._agents() if agent["running"]]:
+            if time.monotonic() > deadline:
+                raise RunFailed(f"job {self._job_id} is done, but agents still run on {', '.join(left)}; logs: {out / 'logs'}")
+            time.sleep(POLL_S)
+
+    def _agents(self) -> list[dict[str, Any]]:
+        agents: list[dict[str, Any]] = self._stack.client.get(f"/v1/local/jobs/{self._job_id}")["agents"]
+        return agents
 
     def _migrations(self) -> list[dict[str, Any]]:
         found = self._stack.client.get(f"/v1/migrations?job={self._job_id}")["migrations"]
