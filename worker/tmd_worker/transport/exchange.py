@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 
+from tmd_worker.transport import native
 from tmd_worker.transport.link import HANG_UP, Link, LinkEnded
 from tmd_worker.transport.wire import Kind
 
@@ -22,6 +23,8 @@ def exchange(
     `on_frame(i)` is called as soon as incoming frame i is complete. Raises LinkEnded.
     """
     with out.tx_lock:
+        if on_frame is None and native.exchange(out, outgoing, source, incoming, epoch):
+            return
         _Exchange(out, outgoing, source, incoming, epoch, on_frame).run()
 
 

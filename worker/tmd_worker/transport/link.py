@@ -7,13 +7,16 @@ LinkEnded, and the descriptor is closed only once nobody uses it, so a number th
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import math
 import select
 import socket
 import struct
 import threading
 
 from tmd_worker import faults
+from tmd_worker.native.library import LinkState
 from tmd_worker.transport.wire import (
     HEADER,
     HEADER_BYTES,
@@ -67,21 +70,19 @@ class Link:
         "_shut",
         "_staging",
         "_staging_view",
-        "ending",
+        "address",
         "epoch",
         "fd",
         "held",
         "ignored",
         "local",
         "peer",
-        "received",
         "remote",
         "saw_stop",
-        "sent",
         "sock",
+        "state",
         "timeout_s",
         "tx_lock",
-        "unsent",
     )
 
     def __init__(self, sock: socket.socket, *, peer: int, epoch: int, timeout_s: float) -> None:
@@ -96,15 +97,12 @@ class Link:
             self.remote = ("", 0)  # gone already; whoever watches or reads it will find out
         self.peer = peer
         self.epoch = epoch
-        #: Frames so far, per direction.
-        self.sent = 0
-        self.received = 0
+        #: Frames so far in each direction, what of the current one has not left, and whether this side has begun to close the
+        #: link: shared with the native core, which finds it at `address`.
+        self.state = LinkState(fd=self.fd)
+        self.address = ctypes.addressof(self.state)
         self.tx_lock = threading.Lock()
-        #: Bytes of the current frame that have not left.
-        self.unsent = 0
         self.held = 0
-        #: This side has begun to close it.
-        self.ending = False
         #: Nobody cares when it breaks: staged for a plan, or a leaver's after the flip.
         self.ignored = False
         self.saw_stop = False
@@ -124,10 +122,16 @@ class Link:
     def info(self) -> LinkInfo:
         return LinkInfo(self.fd, self.local, self.remote)
 
+    @property
+    def ending(self) -> bool:
+        """This side has begun to close it."""
+        return bool(self.state.ending)
+
     def set_timeout(self, timeout_s: float) -> None:
         """How long a blocking receive waits for the peer (0: for ever), and a send for room."""
         if timeout_s != self.timeout_s:
             self.timeout_s = timeout_s
+            self.state.timeout_ms = math.ceil(timeout_s * 1000)
             seconds = int(timeout_s)
             try:
                 value = struct.pack("@qq", seconds, int((timeout_s - seconds) * 1e6))
@@ -150,10 +154,10 @@ class Link:
     def begin_frame(self, kind: Kind, epoch: int, payload: Buffer) -> None:
         """Makes this the current frame; `push` sends it. The caller has tx_lock."""
         size = len(payload)
-        header = HEADER.pack(MAGIC, kind, epoch, self.sent, size)
-        self.sent += 1
+        header = HEADER.pack(MAGIC, kind, epoch, self.state.sent, size)
+        self.state.sent += 1
         self._out = [memoryview(header), memoryview(payload)]
-        self.unsent = HEADER_BYTES + size
+        self.state.unsent = HEADER_BYTES + size
         if kind is Kind.DATA and size > 1 and faults.armed("frame"):
             self._send_half(header, memoryview(payload))
 
@@ -168,8 +172,8 @@ class Link:
             return False
         except OSError as error:
             raise self.ended(f"does not take data any more ({error.strerror})") from None
-        self.unsent -= count
-        if not self.unsent:
+        self.state.unsent -= count
+        if not self.state.unsent:
             self._out = []
             return True
         while out and count >= len(out[0]):
@@ -194,9 +198,9 @@ class Link:
         """For the fault point in the middle of a frame."""
         half = len(payload) // 2
         rest, self._out = payload[half:], [memoryview(header), payload[:half]]
-        self.unsent = HEADER_BYTES + half
+        self.state.unsent = HEADER_BYTES + half
         self.push_all()
-        self._out, self.unsent = [rest], len(rest)
+        self._out, self.state.unsent = [rest], len(rest)
         faults.point("frame")
 
     # ---------------------------------------------------------------- receiving
@@ -221,8 +225,8 @@ class Link:
         while filled < need:
             filled += self._read(frame[filled:] if filled else frame, socket.MSG_WAITALL)
             if filled >= HEADER_BYTES:
-                self._check(frame, kind, epoch, size_bytes)
-        self.received += 1
+                self.check(frame, kind, epoch, size_bytes)
+        self.state.received += 1
         return frame[HEADER_BYTES:]
 
     def receive(self, kind: Kind, epoch: int, payload: memoryview) -> None:
@@ -239,9 +243,9 @@ class Link:
         magic, kind, epoch, sequence, size = HEADER.unpack(self._head)
         if magic == MAGIC and kind == Kind.STOP:
             raise self._stopped()
-        if magic != MAGIC or sequence != self.received or size > MAX_PAYLOAD_BYTES or kind not in Kind._value2member_map_:
+        if magic != MAGIC or sequence != self.state.received or size > MAX_PAYLOAD_BYTES or kind not in Kind._value2member_map_:
             raise LinkEnded(self, f"sent a frame that cannot be read: {bytes(self._head).hex()}")
-        self.received += 1
+        self.state.received += 1
         return Kind(kind), epoch, sequence, size
 
     def read_payload(self, into: memoryview) -> None:
@@ -263,13 +267,13 @@ class Link:
                 return False
             self._filled += count
             if not self._filled:
-                self._check(self._head_view, kind, epoch, len(self._payload))
+                self.check(self._head_view, kind, epoch, len(self._payload))
         while self._filled < len(self._payload):
             count = self._read(self._payload[self._filled :], flags, self._payload[: self._filled])
             if not count:
                 return False
             self._filled += count
-        self.received += 1
+        self.state.received += 1
         return True
 
     def _read(self, into: memoryview, flags: int, before: memoryview | None = None) -> int:
@@ -288,12 +292,13 @@ class Link:
             raise LinkEnded(self, "closed the connection", orderly=self._is_stop(before))
         return count
 
-    def _check(self, header: memoryview, kind: Kind, epoch: int, size_bytes: int) -> None:
+    def check(self, header: memoryview, kind: Kind, epoch: int, size_bytes: int) -> None:
+        """Raises LinkEnded or Desync unless this header is the one that comes next."""
         fields = HEADER.unpack_from(header)
         if fields[1] == Kind.STOP and fields[0] == MAGIC:
             raise self._stopped()
         try:
-            check_header(fields, kind, epoch, self.received, size_bytes)
+            check_header(fields, kind, epoch, self.state.received, size_bytes)
         except StaleFrame as refused:
             raise LinkEnded(self, str(refused)) from None
 
@@ -320,7 +325,7 @@ class Link:
 
     def interrupt(self) -> None:
         """Wakes every thread that waits on this link; what was received already can still be read."""
-        self.ending = True
+        self.state.ending = True
         self._shutdown(socket.SHUT_RD)
 
     def say_stop(self) -> None:
@@ -328,7 +333,7 @@ class Link:
         if not self.tx_lock.acquire(timeout=SEND_PATIENCE_S):
             return
         try:
-            if not self.unsent or self.unsent > HEADER_BYTES:  # else it would complete the frame that was broken off
+            if not self.state.unsent or self.state.unsent > HEADER_BYTES:  # else it would complete the frame that was broken off
                 self.sock.send(STOP_FRAME, _NO_WAIT)
         except OSError:
             pass  # best effort: the peer sees the end of the connection anyway
@@ -340,13 +345,13 @@ class Link:
         if keep_reading:
             self._shutdown(socket.SHUT_WR)
             return
-        self.ending = self._shut = True
+        self.state.ending = self._shut = True
         self._shutdown(socket.SHUT_RDWR)
         self._close_if_unused()
 
     def close_copy(self) -> None:
         """In a forked child: closes the inherited descriptor without telling the peer."""
-        self._closed = self.ending = True
+        self.state.ending = self._closed = True
         self.sock.close()
 
     def _close_if_unused(self) -> None:

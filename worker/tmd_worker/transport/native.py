@@ -1,0 +1,232 @@
+"""The same transfers in C, one call each, without the GIL. The same frames, the same order of summation, the same bits.
+
+Each function returns False if it cannot do the work here and nothing has been sent: there is no native core, the type or the
+reduction is not one of its own, or a fault waits in the middle of a frame. Then the caller does it in Python. Memory is
+contiguous. All raise LinkEnded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tmd_worker import faults
+from tmd_worker.core.ballot import tree_children, tree_parent
+from tmd_worker.native import library
+from tmd_worker.native.library import Frame, Outcome
+from tmd_worker.transport.link import Link, LinkEnded
+from tmd_worker.transport.tensors import Reduction, size_bytes
+from tmd_worker.transport.wire import Kind
+
+if TYPE_CHECKING:
+    from tmd_worker.transport.collectives import LinkTable
+
+_STORE = -1
+_OPERATIONS = {"SUM": 0, "AVG": 0, "MIN": 1, "MAX": 2, "PRODUCT": 3, "BAND": 4, "BOR": 5, "BXOR": 6}
+_TYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.int16: 6,
+    torch.int32: 7,
+    torch.int64: 8,
+    torch.bool: 9,
+}
+_FLOATS = range(4)
+_BITWISE = range(4, 7)
+#: A float that is stored, not combined.
+_NO_REDUCTION = (0, _STORE)
+_MAX_TARGETS = 8
+
+
+class _Code(enum.IntEnum):
+    """tmd_code."""
+
+    DONE = 0
+    ENDING = enum.auto()
+    SEND_FAILED = enum.auto()
+    HUNG_UP = enum.auto()
+    NO_ROOM = enum.auto()
+    STUCK = enum.auto()
+    SILENT = enum.auto()
+    RECEIVE_FAILED = enum.auto()
+    CLOSED = enum.auto()
+    OTHER_HEADER = enum.auto()
+    NO_MEMORY = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+def _usable() -> ctypes.CDLL | None:
+    """A fault in the middle of a frame is the Python code's."""
+    return None if faults.armed("frame") else library.core().library
+
+
+def numbers(dtype: torch.dtype, kind: Reduction) -> tuple[int, int] | None:
+    """(type, operation) as the core numbers them, or None."""
+    number, operation = _TYPES.get(dtype), _OPERATIONS.get(kind.name)
+    if number is None or operation is None or (number in _FLOATS and operation in _BITWISE):
+        return None
+    return number, operation
+
+
+def exchange(out: Link, outgoing: Sequence[memoryview], source: Link, incoming: Sequence[memoryview], epoch: int) -> bool:
+    """See transport.exchange, whose caller has the lock of `out`."""
+    core = _usable()
+    if core is None:
+        return False
+    sends, receives = _frames(outgoing), _frames(incoming)
+    outcome = Outcome()
+    arguments = (out.address, sends, len(outgoing), source.address, receives, len(incoming), epoch)
+    core.tmd_exchange(*arguments, Kind.DATA, ctypes.addressof(outcome))
+    _conclude(outcome, epoch, (out, source))
+    return True
+
+
+def ring_allreduce(table: LinkTable, segments: Sequence[Tensor], kind: Reduction) -> bool:
+    """Every member ends with all segments, reduced (and divided, if it is an average)."""
+    divisor = table.size if kind is Reduction.AVG else 1
+    return _ring(table, _tensors(segments), numbers(segments[0].dtype, kind), divisor, gather=True)
+
+
+def ring_reduce(table: LinkTable, segments: Sequence[Tensor], kind: Reduction) -> bool:
+    """Segment `rank` ends reduced here (an average is not divided yet)."""
+    return _ring(table, _tensors(segments), numbers(segments[0].dtype, kind), 1, gather=False)
+
+
+def ring_gather(table: LinkTable, blocks: Sequence[memoryview]) -> bool:
+    """Every member ends with everybody's block."""
+    return _ring(table, [(_address(block), len(block)) for block in blocks], _NO_REDUCTION, 1, gather=True)
+
+
+def tree_allreduce(table: LinkTable, total: Tensor, kind: Reduction) -> bool:
+    """One frame up the tree, combined with those of the children in their order, and down again."""
+    divisor = table.size if kind is Reduction.AVG else 1
+    return _tree(table, total.data_ptr(), size_bytes(total), numbers(total.dtype, kind), divisor)
+
+
+def barrier(table: LinkTable) -> bool:
+    """An empty frame up the tree, and down again."""
+    return _tree(table, None, 0, _NO_REDUCTION, 1)
+
+
+def broadcast(table: LinkTable, data: memoryview, source: int | None, targets: Sequence[int]) -> bool:
+    """Frame by frame from one neighbour (None: the data is here) to the others."""
+    core = _usable()
+    if core is None or len(targets) > _MAX_TARGETS:
+        return False
+    links = [table.links[target] for target in targets]
+    origin = None if source is None else table.links[source]
+    outcome = Outcome()
+    with _sending(links):
+        core.tmd_broadcast(
+            None if origin is None else origin.address,
+            _addresses(links),
+            len(links),
+            _address(data),
+            len(data),
+            table.epoch,
+            ctypes.addressof(outcome),
+        )
+    _conclude(outcome, table.epoch, links if origin is None else [*links, origin])
+    return True
+
+
+def _ring(
+    table: LinkTable, blocks: Sequence[tuple[int, int]], reduction: tuple[int, int] | None, divisor: int, *, gather: bool
+) -> bool:
+    """`blocks`: address and size."""
+    core = _usable()
+    if core is None or reduction is None:
+        return False
+    rank, size = table.rank, table.size
+    following, previous = table.links[(rank + 1) % size], table.links[(rank - 1) % size]
+    places = (ctypes.c_void_p * size)(*[place for place, _ in blocks])
+    sizes = (ctypes.c_uint64 * size)(*[size_of for _, size_of in blocks])
+    outcome = Outcome()
+    arguments = (following.address, previous.address, places, sizes, rank, size, *reduction, divisor, gather, table.epoch)
+    with following.tx_lock:
+        core.tmd_ring(*arguments, ctypes.addressof(outcome))
+    _conclude(outcome, table.epoch, (following, previous))
+    return True
+
+
+def _tree(table: LinkTable, place: int | None, size: int, reduction: tuple[int, int] | None, divisor: int) -> bool:
+    core = _usable()
+    if core is None or reduction is None:
+        return False
+    children = [table.links[child] for child in tree_children(table.rank, table.size)]
+    above = tree_parent(table.rank)
+    parent = None if above is None else table.links[above]
+    links = children if parent is None else [*children, parent]
+    outcome = Outcome()
+    arguments = (_addresses(children), len(children), place, size, *reduction, divisor, table.epoch)
+    with _sending(links):
+        core.tmd_tree(None if parent is None else parent.address, *arguments, ctypes.addressof(outcome))
+    _conclude(outcome, table.epoch, links)
+    return True
+
+
+def _conclude(outcome: Outcome, epoch: int, links: Sequence[Link]) -> None:
+    """Raises what the outcome is: LinkEnded, Desync or MemoryError."""
+    code = _Code(outcome.code)
+    if code is _Code.DONE:
+        return
+    if code is _Code.NO_MEMORY:
+        raise MemoryError("the list of a collective's frames does not fit into memory")
+    link = next(link for link in links if link.address == outcome.link)
+    why = os.strerror(outcome.error)
+    patience = f"{link.timeout_s:.0f} s"
+    orderly = bool(outcome.stopped)
+    if code is _Code.ENDING:
+        raise LinkEnded(link, "was closed by this side")
+    if code is _Code.SEND_FAILED:
+        raise link.ended(f"does not take data any more ({why})")
+    if code is _Code.HUNG_UP:
+        raise link.ended("hung up")
+    if code is _Code.NO_ROOM:
+        raise LinkEnded(link, f"took no data for {patience}")
+    if code is _Code.STUCK:
+        raise LinkEnded(link, f"neither took nor sent data for {patience}")
+    if code is _Code.SILENT:
+        raise LinkEnded(link, f"was silent for {patience}")
+    if code is _Code.RECEIVE_FAILED:
+        raise LinkEnded(link, f"broke the connection ({why})", orderly=orderly)
+    if code is _Code.CLOSED:
+        raise LinkEnded(link, "closed the connection", orderly=orderly)
+    link.check(memoryview(outcome.header), Kind.DATA, epoch, outcome.expected_bytes)
+    raise AssertionError(f"the native core ended with {code.name} for no reason")
+
+
+@contextlib.contextmanager
+def _sending(links: Sequence[Link]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for link in links:
+            stack.enter_context(link.tx_lock)
+        yield
+
+
+def _tensors(blocks: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(block.data_ptr(), size_bytes(block)) for block in blocks]
+
+
+def _addresses(links: Sequence[Link]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(links))(*[link.address for link in links])
+
+
+def _frames(views: Sequence[memoryview]) -> ctypes.Array[Frame]:
+    return (Frame * len(views))(*[Frame(_address(view), len(view)) for view in views])
+
+
+def _address(view: memoryview) -> int:
+    """Of its first byte; the view keeps the memory."""
+    return int(torch.frombuffer(view, dtype=torch.uint8).data_ptr()) if len(view) else 0
