@@ -36,6 +36,7 @@ from tmd_worker.agent.settings import (
     resolve_node_index,
     resolve_nproc,
 )
+from tmd_worker.native import library
 
 #: Where rank 0's store listens if nobody says otherwise, as in torchrun.
 DEFAULT_MASTER_PORT = 29500
@@ -114,7 +115,8 @@ Examples:
 @click.option("--max-restarts", type=int, default=0, metavar="N",
               help="Accepted; a lost rank is replaced by a standby, never by a restart of all.")  # fmt: skip
 @click.option("--rdzv-conf", "--monitor-interval", "--start-method", "--role", "ignored", hidden=True, multiple=True)
-@click.version_option(tmd.__version__, prog_name="tmd-run")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=lambda *given: _show_version(*given),
+              help="Show the version, and what moves the bytes of collectives on this machine.")  # fmt: skip
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS...]")
 def tmd_run(**options: Any) -> None:
     """Starts this node's ranks of a training job and keeps them what the tmd daemon wants them to be.
@@ -132,6 +134,12 @@ def tmd_run(**options: Any) -> None:
 
 def main() -> None:
     tmd_run(prog_name="tmd-run")
+
+
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"tmd-run, version {tmd.__version__}, {library.core().description}")
+        context.exit()
 
 
 # -------------------------------------------------------------------- settings
@@ -284,6 +292,9 @@ def _run(settings: DirectedSettings | PlainSettings, *, max_restarts: int) -> in
     say = _sayer(settings, pump)
     if max_restarts:
         say("--max-restarts has no effect: with a daemon a standby replaces a lost rank; all together are never restarted")
+    core = library.core()  # compiled here if need be, once for all ranks of the node
+    if core.library is None:
+        say(core.description)
     node = directed.run(settings, pump, say) if isinstance(settings, DirectedSettings) else plain.run(settings, pump, say)
     try:
         with asyncio.Runner() as runner:
