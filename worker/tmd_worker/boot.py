@@ -1,4 +1,4 @@
-"""The first code of every rank: ties its life to the agent's, then becomes the user's program.
+"""The first code of every rank: ties its life to the agent's, and its children's to its own, then becomes the user's program.
 
     python -u -m tmd_worker.boot [--standby] (SCRIPT | -m MODULE | --exec PROGRAM) [ARGUMENTS...]
 
@@ -8,26 +8,21 @@ imported here. With --standby the guard is armed first, so that a rehearsal as $
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import runpy
-import signal
 import sys
 from collections.abc import Sequence
 
-_PR_SET_PDEATHSIG = 1
+from tmd_worker import offspring
 
 
 def die_with_agent() -> None:
     """The kernel kills this process when the agent dies, however it dies."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        sys.exit(f"tmd: cannot tie this rank to its agent: prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
-    agent_pid = os.environ.get("TMD_AGENT_PID")
-    if agent_pid is not None and os.getppid() != int(agent_pid):
-        os.kill(os.getpid(), signal.SIGKILL)  # the agent died before the call above
+    try:
+        offspring.end_with_parent(int(os.environ.get("TMD_AGENT_PID", os.getppid())))
+    except OSError as error:
+        sys.exit(f"tmd: cannot tie this rank to its agent: {error.strerror}")
 
 
 def keep_control_socket_private() -> None:
@@ -58,6 +53,7 @@ def main(arguments: Sequence[str]) -> None:
     if rest[0] == "--exec":
         os.execvp(rest[1], rest[1:])
     keep_control_socket_private()
+    offspring.bind_forks()
     faulthandler.enable()
     if standby:
         from tmd_worker import guard
