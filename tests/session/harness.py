@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.session.store import Store
 from tests.session.zygote import Zygote
 from tmd.core.daemon import DaemonCore
 from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, ReleaseNode, WelcomeAgent
@@ -26,8 +27,6 @@ from tmd.protocol.agent import (
     JobOver,
     ProcessSpec,
     ProcessStatus,
-    StoreReply,
-    StoreRequest,
 )
 from tmd.protocol.codec import FROM_RANK, TO_RANK, FrameReader, frame
 from tmd.protocol.control import FromRank, PeerExiting, RankOrder, RankUpdate, RankWelcome, ToRank
@@ -35,35 +34,6 @@ from tmd.protocol.rank import RankStatus
 
 JOB = "job"
 SCRIPT = Path(__file__).with_name("training.py")
-
-
-class Store:
-    """The job's rendezvous store, as the daemon keeps it."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def answer(self, request: StoreRequest) -> StoreReply:
-        found, value, number, key = True, b"", 0, request.key
-        match request.operation:
-            case "set":
-                self.values[key] = request.value
-            case "get":
-                found, value = key in self.values, self.values.get(key, b"")
-            case "add":
-                number = int(self.values.get(key, b"0")) + request.amount
-                self.values[key] = str(number).encode()
-            case "compare_set":
-                if self.values.get(key, b"") == request.expected:
-                    self.values[key] = request.value
-                value = self.values.get(key, request.expected)
-            case "delete":
-                found = self.values.pop(key, None) is not None
-            case "check":
-                found = all(k in self.values for k in request.keys)
-            case "num_keys":
-                number = len(self.values)
-        return StoreReply(request_id=request.request_id, incarnation=request.incarnation, found=found, value=value, number=number)
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,6 +61,8 @@ class Node:
 
     name: str
     index: int
+    #: How often it has come back: each time its agent is another one.
+    life: int = 0
     processes: dict[str, RankProcess] = dataclasses.field(default_factory=dict)
     welcome: AgentWelcome | None = None
     directive: AgentDirective | None = None
@@ -98,6 +70,10 @@ class Node:
     dirty: bool = False
     #: Its agent may leave.
     over: JobOver | None = None
+
+    @property
+    def agent_id(self) -> str:
+        return f"agent-{self.name}.{self.life}"
 
 
 class Cluster:
@@ -113,6 +89,7 @@ class Cluster:
         standbys: int = 0,
         arguments: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
+        script: Path = SCRIPT,
         settings: CoreSettings | None = None,
     ) -> None:
         self.folder = folder
@@ -124,6 +101,7 @@ class Cluster:
         self.released: list[str] = []
         self.sentences: list[str] = []
         self._training_nodes, self._per_node = nodes, per_node
+        self._script = script
         self._arguments, self._environment = arguments, environment or {}
         self._selector = selectors.DefaultSelector()
         self._core = DaemonCore(settings or CoreSettings(), generation=1)
@@ -132,20 +110,24 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         for node in self.nodes.values():
-            hello = AgentHello(
-                protocol=(1, 0),
-                tmd_version="0",
-                job_id=JOB,
-                node=node.name,
-                agent_id=f"agent-{node.name}",
-                host="127.0.0.1",
-                nnodes=self._training_nodes,
-                nproc_per_node=self._per_node,
-                node_index=node.index,
-                uid=os.getuid(),
-            )
-            self._perform(self._core.agent_hello(time.time(), hello, b"k" * 32))
+            self._join(node)
         return self
+
+    def _join(self, node: Node) -> None:
+        """Its agent says hello."""
+        hello = AgentHello(
+            protocol=(1, 0),
+            tmd_version="0",
+            job_id=JOB,
+            node=node.name,
+            agent_id=node.agent_id,
+            host="127.0.0.1",
+            nnodes=self._training_nodes,
+            nproc_per_node=self._per_node,
+            node_index=node.index,
+            uid=os.getuid(),
+        )
+        self._perform(self._core.agent_hello(time.time(), hello, b"k" * 32))
 
     def __exit__(self, *_: object) -> None:
         for started in self._started:
@@ -212,6 +194,16 @@ class Cluster:
     def drain(self, node: str) -> None:
         """The resource manager says that this node is to be emptied."""
         self._perform(self._core.node_state(time.time(), node, "draining", "test"))
+
+    def come_back(self, name: str) -> None:
+        """A node that was given back boots again and offers itself: a new agent, a standby node."""
+        gone = self.nodes[name]
+        self.released.remove(name)
+        for process in gone.processes.values():
+            self._zygote.wait(process.pid)
+        self._perform(self._core.agent_gone(time.time(), gone.agent_id))
+        self.nodes[name] = Node(name, max(node.index for node in self.nodes.values()) + 1, gone.life + 1)
+        self._join(self.nodes[name])
 
     def exit_code_of(self, incarnation: str) -> int | None:
         return next(p.exit_code for p in self._started if p.spec.incarnation == incarnation)
@@ -319,22 +311,28 @@ class Cluster:
             )
             for p in node.processes.values()
         )
-        status = AgentStatus(agent_id=f"agent-{node.name}", version=node.version, time_s=time.time(), processes=processes)
+        status = AgentStatus(agent_id=node.agent_id, version=node.version, time_s=time.time(), processes=processes)
         self._perform(self._core.agent_status(time.time(), status))
 
     def _perform(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case WelcomeAgent(agent_id, welcome):
-                    self.nodes[agent_id.removeprefix("agent-")].welcome = welcome
+                    if (node := self._node_of(agent_id)) is not None:
+                        node.welcome = welcome
                 case RefuseAgent(_, reason):
                     self.refused.append(reason)
                 case ReleaseNode(_, node, _):
                     self.released.append(node)
                 case DirectAgent(agent_id, directive):
-                    self._direct(self.nodes[agent_id.removeprefix("agent-")], directive)
+                    if (node := self._node_of(agent_id)) is not None:
+                        self._direct(node, directive)
                 case _:
                     pass
+
+    def _node_of(self, agent_id: str) -> Node | None:
+        """None for the agent of a life that is over."""
+        return next((node for node in self.nodes.values() if node.agent_id == agent_id), None)
 
     def _direct(self, node: Node, directive: AgentDirective) -> None:
         node.directive = directive
@@ -362,7 +360,7 @@ class Cluster:
             **self._environment,
         }
         standby = ("--standby",) if spec.rank is None else ()
-        arguments = [*standby, str(SCRIPT), str(self.folder), *self._arguments]
+        arguments = [*standby, str(self._script), str(self.folder), *self._arguments]
         with log.open("wb") as output:
             pid = self._zygote.fork(arguments, environment, theirs.fileno(), output.fileno())
         theirs.close()
