@@ -1,32 +1,34 @@
 """The daemon's configuration: defaults, then a TOML file, then the environment, then the command line.
 
 Contract: `load` returns a whole, checked `Config` or raises ConfigError, which names every wrong key, where it was written and
-what was expected. A key `K` of `[daemon]` is overridden by TMD_K, a key of another section S by TMD_S_K. Every key is
-documented in etc/tmd.toml.
+what was expected. A key `K` of `[daemon]` is overridden by TMD_K, a key of another section S by TMD_S_K. Every key is described
+here and in the two sections' own modules; `tmd.config_reference` makes the sample and the operators' tables of that.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import os
-import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
+from tmd.config_file import ConfigFile, UnreadableFile
 from tmd.core.settings import CoreSettings
 from tmd.nodes.local_state import LocalSettings
 
 #: Where the packaged service puts the socket.
 SYSTEM_SOCKET = Path("/run/tmd/tmd.sock")
+#: Where the packaged service has its configuration.
+SYSTEM_FILE = Path("/etc/tmd/tmd.toml")
 #: The kernel's limit for the path of a unix socket, without the final zero.
 SOCKET_PATH_LIMIT_BYTES = 107
-
-_Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
 class ConfigError(ValueError):
@@ -36,19 +38,63 @@ class ConfigError(ValueError):
 class DaemonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[daemon]`: what the daemon listens on, keeps and lets people do."""
 
-    #: Ledger, tokens and lock live here. Empty: the default of this user.
-    state_dir: str = ""
-    #: Unix socket of the API. Empty: $RUNTIME_DIRECTORY/tmd.sock, else STATE_DIR/run/tmd.sock.
-    socket: str = ""
-    #: host:port for agents on other machines; empty: none.
-    listen: str = ""
-    #: SQLAlchemy URL of the ledger; empty: SQLite in STATE_DIR/ledger.db.
-    database: str = ""
-    resource_manager: Literal["local", "none"] = "local"
-    #: Users (names or numbers) who may do all, beside root and the daemon's own user.
-    operators: tuple[str, ...] = ()
-    log_format: Literal["logfmt", "json"] = "logfmt"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    state_dir: Annotated[
+        str,
+        Meta(
+            description="Ledger, tokens, lock: for one daemon at a time.",
+            extra={
+                "default": "$STATE_DIRECTORY (systemd); /var/lib/tmd for root; else ~/.local/state/tmd",
+                "example": '"/var/lib/tmd"',
+            },
+        ),
+    ] = ""
+    socket: Annotated[
+        str,
+        Meta(
+            description="Unix socket for tmctl and for agents on this machine; a path of at most 107 bytes. Whoever may "
+            "enter its directory (made with mode 0750) may connect; what they may do then depends on who they "
+            "are.",
+            extra={
+                "default": "$RUNTIME_DIRECTORY/tmd.sock (systemd), else STATE_DIR/run/tmd.sock",
+                "example": '"/run/tmd/tmd.sock"',
+            },
+        ),
+    ] = ""
+    listen: Annotated[
+        str,
+        Meta(
+            description="TCP address for agents on other machines, host:port; :port is every address. Agents need their "
+            "job's token; nothing but agents and GET /v1/health is served here. The connection is not "
+            "encrypted: use a network that only the cluster reaches.",
+            extra={"default": "none", "example": '"head:7070"'},
+        ),
+    ] = ""
+    database: Annotated[
+        str,
+        Meta(
+            description="The ledger: sqlite:////path/of/a/file, or postgresql://user@host/database, which needs the extra "
+            "`postgres` of this package. A password is better kept in the environment (TMD_DATABASE) or in "
+            "~/.pgpass than in a file that others may read.",
+            extra={"default": "SQLite in STATE_DIR/ledger.db", "example": '"postgresql://tmd@db/tmd"'},
+        ),
+    ] = ""
+    resource_manager: Annotated[
+        Literal["local", "none"],
+        Meta(
+            description="Where nodes come from. local: nodes are groups of processes on this machine, see [local]. none: "
+            "nodes are what the agents say, and operators drain them through tmctl."
+        ),
+    ] = "local"
+    operators: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Users, by name or number, who may do all, beside root and the daemon's own user. Others read and "
+            "act on their own jobs. In the environment: names with commas between them.",
+            extra={"default": "none", "example": '["alice", "bob"]'},
+        ),
+    ] = ()
+    log_format: Annotated[Literal["logfmt", "json"], Meta(description="One line per event on standard error.")] = "logfmt"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="The least that is logged.")] = "info"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +136,13 @@ def default_socket() -> Path:
     return SYSTEM_SOCKET if SYSTEM_SOCKET.exists() else _socket_below(default_state_dir())
 
 
+def default_file() -> Path | None:
+    """Which file is meant when none is named: $TMD_CONFIG, the system's if it is there, none."""
+    if given := os.environ.get("TMD_CONFIG"):
+        return Path(given)
+    return SYSTEM_FILE if SYSTEM_FILE.exists() else None
+
+
 def _socket_below(state_dir: Path) -> Path:
     runtime_dir = os.environ.get("RUNTIME_DIRECTORY")
     return (Path(runtime_dir.split(":")[0]) if runtime_dir else state_dir / "run") / "tmd.sock"
@@ -103,6 +156,22 @@ def split_address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "::", int(port)
 
 
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration, and where each of its values comes from."""
+
+    config: Config
+    #: (section, key) -> "FILE:LINE", "environment variable NAME" or "command line"; a key that is not here has its default.
+    origins: Mapping[tuple[str, str], str]
+
+    def origin(self, section: str, key: str) -> str:
+        return self.origins.get((section, key), DEFAULT)
+
+
 def load(
     file: Path | None = None,
     *,
@@ -111,68 +180,101 @@ def load(
     core_overrides: Mapping[str, Any] | None = None,
 ) -> Config:
     """Raises ConfigError. The overrides are the command line's; None among their values means "not given"."""
-    errors: list[str] = []
-    tables = _read(file, errors) if file else {}
+    return load_with_origins(file, environ=environ, daemon_overrides=daemon_overrides, core_overrides=core_overrides).config
 
-    def section(kind: type[_Section], name: str, overrides: Mapping[str, Any] | None) -> _Section:
-        values = _from_file(kind, name, tables.pop(name, {}), file, errors)
-        values |= _from_environment(kind, name, environ, errors)
-        values |= {key: value for key, value in (overrides or {}).items() if value is not None}
-        return kind(**values)
 
+def load_with_origins(
+    file: Path | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    daemon_overrides: Mapping[str, Any] | None = None,
+    core_overrides: Mapping[str, Any] | None = None,
+) -> Loaded:
+    """As `load`. Raises ConfigError."""
+    reading = _Reading()
+    reading.take_file(file)
+    reading.take_environment(environ)
+    reading.take_command_line("daemon", daemon_overrides)
+    reading.take_command_line("core", core_overrides)
     config = Config(
-        daemon=section(DaemonSettings, "daemon", daemon_overrides),
-        core=section(CoreSettings, "core", core_overrides),
-        local=section(LocalSettings, "local", None),
+        daemon=DaemonSettings(**reading.values["daemon"]),
+        core=CoreSettings(**reading.values["core"]),
+        local=LocalSettings(**reading.values["local"]),
     )
-    errors += [f"{file}: {key}: unknown section{_nearest(key, typing.get_type_hints(Config))}" for key in tables]
-    errors += _contradictions(config)
+    errors = [*reading.errors, *_contradictions(config, reading.origins)]
     if errors:
         raise ConfigError("\n".join(errors))
-    return config
+    return Loaded(config, reading.origins)
 
 
-def _read(file: Path, errors: list[str]) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        errors.append(f"{file}: cannot be read: {error.strerror}")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        errors.append(f"{file}: not valid TOML: {error}")
-    return {}
+def variable(section: str, key: str) -> str:
+    """The environment variable that overrides a key."""
+    return f"TMD_{key.upper()}" if section == "daemon" else f"TMD_{section.upper()}_{key.upper()}"
 
 
-def _from_file(kind: type[_Section], section: str, table: Any, file: Path | None, errors: list[str]) -> dict[str, Any]:
-    if not isinstance(table, dict):
-        errors.append(f"{file}: {section}: expected a section ([{section}]), got {type(table).__name__}")
-        return {}
-    types = typing.get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in types:
-            errors.append(f"{file}: {section}.{key}: unknown key{_nearest(key, types)}")
-            continue
+def _sections() -> dict[str, type[msgspec.Struct]]:
+    return typing.get_type_hints(Config)
+
+
+class _Reading:
+    """Takes one source after the other; what is wrong in any of them is gathered."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, dict[str, Any]] = {name: {} for name in _sections()}
+        self.origins: dict[tuple[str, str], str] = {}
+        self.errors: list[str] = []
+
+    def take_file(self, path: Path | None) -> None:
+        if path is None:
+            return
         try:
-            values[key] = _convert(value, types[key], strict=True)
-        except ValueError as error:
-            errors.append(f"{file}: {section}.{key}: {error}")
-    return values
+            file = ConfigFile(path)
+        except UnreadableFile as error:
+            self.errors.append(str(error))
+            return
+        sections = _sections()
+        for section, table in file.table.items():
+            if section not in sections:
+                self.errors.append(f"{file.place(section)}: {section}: unknown section{_nearest(section, sections)}")
+            elif not isinstance(table, dict):
+                found = type(table).__name__
+                self.errors.append(f"{file.place(section)}: {section}: expected a section ([{section}]), got {found}")
+            else:
+                self._take_section(file, section, table)
 
+    def _take_section(self, file: ConfigFile, section: str, table: dict[str, Any]) -> None:
+        types = typing.get_type_hints(_sections()[section])
+        for key, value in table.items():
+            place = file.place(section, key)
+            if key in types:
+                self._take(section, key, value, place, strict=True)
+            else:
+                self.errors.append(f"{place}: {section}.{key}: unknown key{_nearest(key, types)}")
 
-def _from_environment(kind: type[_Section], section: str, environ: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
-    prefix = "TMD_" if section == "daemon" else f"TMD_{section.upper()}_"
-    values: dict[str, Any] = {}
-    for key, wanted in typing.get_type_hints(kind).items():
-        name = prefix + key.upper()
-        if name not in environ:
-            continue
-        text = environ[name]
-        raw: Any = [part.strip() for part in text.split(",") if part.strip()] if typing.get_origin(wanted) is tuple else text
+    def take_environment(self, environ: Mapping[str, str]) -> None:
+        for section, kind in _sections().items():
+            for key, wanted in typing.get_type_hints(kind).items():
+                name = variable(section, key)
+                if name not in environ:
+                    continue
+                text = environ[name]
+                is_list = typing.get_origin(wanted) is tuple
+                raw: Any = [part.strip() for part in text.split(",") if part.strip()] if is_list else text
+                self._take(section, key, raw, f"environment variable {name}", strict=False)
+
+    def take_command_line(self, section: str, overrides: Mapping[str, Any] | None) -> None:
+        for key, value in (overrides or {}).items():
+            if value is not None:
+                self.values[section][key] = value
+                self.origins[section, key] = COMMAND_LINE
+
+    def _take(self, section: str, key: str, value: Any, origin: str, *, strict: bool) -> None:
+        wanted = typing.get_type_hints(_sections()[section])[key]
         try:
-            values[key] = _convert(raw, wanted, strict=False)
+            self.values[section][key] = _convert(value, wanted, strict=strict)
+            self.origins[section, key] = origin
         except ValueError as error:
-            errors.append(f"environment variable {name}: {error}")
-    return values
+            self.errors.append(f"{origin}: {section}.{key}: {error}")
 
 
 def _convert(value: Any, wanted: Any, *, strict: bool) -> Any:
@@ -197,24 +299,28 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(sorted(known))}"
 
 
-def _contradictions(config: Config) -> list[str]:
-    found = []
+def _contradictions(config: Config, origins: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    """What only shows in the whole, with the place of the value that is in the way."""
+
+    def at(section: str, *keys: str) -> str:
+        given = [origins[section, key] for key in keys if (section, key) in origins]
+        return f"{given[0] if given else DEFAULT}: {section}.{keys[0]}"
+
     core = config.core
     if core.heartbeat_timeout_s <= 2 * core.heartbeat_s:
-        found.append(
-            f"core.heartbeat_timeout_s: expected more than twice core.heartbeat_s ({core.heartbeat_s}), got "
-            f"{core.heartbeat_timeout_s}: one late heartbeat would count as a lost node"
+        yield (
+            f"{at('core', 'heartbeat_timeout_s', 'heartbeat_s')}: expected more than twice core.heartbeat_s "
+            f"({core.heartbeat_s}), got {core.heartbeat_timeout_s}: one late heartbeat would count as a lost node"
         )
     if config.daemon.listen:
         try:
             split_address(config.daemon.listen)
         except ValueError as error:
-            found.append(f"daemon.listen: {error}")
+            yield f"{at('daemon', 'listen')}: {error}"
     if config.daemon.resource_manager == "local":
         try:
             config.local.expand()
         except ValueError as error:
-            found.append(str(error))
+            yield f"{at('local', 'nodes', 'racks', 'zones')}: {error}"
     if len(os.fsencode(config.socket)) > SOCKET_PATH_LIMIT_BYTES:
-        found.append(f"daemon.socket: expected a path of at most {SOCKET_PATH_LIMIT_BYTES} bytes, got {config.socket}")
-    return found
+        yield f"{at('daemon', 'socket')}: expected a path of at most {SOCKET_PATH_LIMIT_BYTES} bytes, got {config.socket}"

@@ -123,3 +123,37 @@ def everything() -> Persist:
         events=(event(1), event(2, cause=1)),
         paused=True,
     )
+
+
+def whole_job(job_id: str, *, first_event: int, ended_s: float | None = None, **changes: Any) -> Persist:
+    """What a daemon leaves of a job of two ranks, one of which has moved: sound in itself. Four events from `first_event` on."""
+    places = [(0, "member"), (1, "retired"), (1, "member"), (None, "standby")]
+    ranks = tuple(
+        rank(job_id=job_id, incarnation=f"{job_id}.{number}", rank=role, state=state)
+        for number, (role, state) in enumerate(places)
+    )
+    holders = {0: f"{job_id}.0", 1: f"{job_id}.2"}
+    members = {role: Member(incarnation=name, node="n1", host="127.0.0.11", port=4000) for role, name in holders.items()}
+    over = {"state": "done", "exit_code": 0, "updated_s": ended_s} if ended_s is not None else {}
+    moved = {"leavers": {1: f"{job_id}.1"}, "joiners": {1: f"{job_id}.2"}, "state": "done", "ended_s": 6.5}
+    at_s = ended_s or 0.0
+    told = tuple(
+        EventRecord(
+            event_id=first_event + number,
+            cause=first_event + number - 1 if number else 0,
+            time_s=at_s + 0.001 * number,
+            job_id=job_id,
+            subject=job_id,
+            kind="phase",
+            text=f"line {number}",
+        )
+        for number in range(4)
+    )
+    fields = {"armed": False, "resolution": None, "table": Membership(epoch=3, members=members), **over, **changes}
+    return Persist(
+        jobs=(job(job_id, **fields),),
+        ranks=ranks,
+        nodes=(node(job_id=job_id),),
+        migrations=(migration(migration_id=f"m-{job_id}", job_id=job_id, **moved),),
+        events=told,
+    )

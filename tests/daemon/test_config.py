@@ -10,7 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tmd.config import Config, ConfigError, default_socket, load
+from tmd import config_reference
+from tmd.config import Config, ConfigError, default_socket, load, load_with_origins, variable
+from tmd.config_reference import Key
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,20 +32,29 @@ def test_nothing_given_is_enough() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[daemon]\nlog_fromat = 'json'", ["daemon.log_fromat", "unknown key", "did you mean log_format"]),
+        ("[daemon]\nlog_fromat = 'json'", ["tmd.toml:2: daemon.log_fromat", "unknown key", "did you mean log_format"]),
         ("[core]\nheartbeat_s = 'fast'", ["core.heartbeat_s", "expected float", "'fast'"]),
         ("[core]\nheartbeat_s = -1.0", ["core.heartbeat_s", "positive"]),
         ("[core]\nheartbeat_s = nan", ["core.heartbeat_s", "positive"]),
         ("[core]\nrestart_limit = 1.5", ["core.restart_limit", "int"]),
         ("[core]\nobserve_only = 'yes'", ["core.observe_only", "expected bool"]),
-        ("[core]\nheartbeat_s = 3.0", ["core.heartbeat_timeout_s", "more than twice"]),
+        ("[core]\nheartbeat_s = 3.0", ["tmd.toml:2: core.heartbeat_timeout_s", "more than twice"]),
         ("[daemon]\nlog_format = 'xml'", ["daemon.log_format", "'logfmt' or 'json'", "'xml'"]),
         ("[daemon]\noperators = 'alice'", ["daemon.operators", "expected array"]),
         ("[daemon]\nlisten = 'head'", ["daemon.listen", "host:port"]),
-        ("[demon]\nlisten = ''", ["demon", "unknown section", "daemon"]),
-        ("daemon = 3", ["daemon", "expected a section"]),
-        ("[local]\nnodes = 0", ["[local] nodes", "racks"]),
-        ("[daemon", ["not valid TOML", "Expected ']'"]),
+        ("\n[demon]\nlisten = ''", ["tmd.toml:2: demon", "unknown section", "did you mean daemon"]),
+        ("daemon = 3", ["tmd.toml:1: daemon", "expected a section"]),
+        ("[local]\nnodes = 0", ["tmd.toml:2: local.nodes", "racks"]),
+        ("[local]\nracks = 7", ["tmd.toml:2: local.nodes", "racks"]),
+        ("\n\n[daemon", ["tmd.toml:3: not valid TOML", "Expected ']'"]),
+        ("[daemon]\nlisten = 'a", ["tmd.toml:2: not valid TOML"]),
+        ("a = 1\na = 2", ["tmd.toml:2: not valid TOML", "Cannot overwrite"]),
+        ("[core]\n'heartbeat_s' = 'x'", ["tmd.toml:2: core.heartbeat_s: expected float"]),
+        ("core.heartbeat_s = 1.0\ncore . heartbeat = 2", ["tmd.toml:2: core.heartbeat: unknown key"]),
+        ("\ncore = { heartbeat = 2 }", ["tmd.toml:2: core.heartbeat: unknown key"]),
+        ("[daemon]\r\noperators = [\r\n 'a',\r\n]\r\n# why\r\nx = 1", ["tmd.toml:6: daemon.x: unknown key"]),
+        ('[daemon]\nlog_level = """\nheartbeat = 1\n"""\nx = 1', ["tmd.toml:2: daemon.log_level", "tmd.toml:5: daemon.x"]),
+        ("[[local.nodes]]\nname = 'n1'\naddress = '127.0.0.1'\n\n[[local.nodes]]\nname = 1", ["tmd.toml:1: local.nodes"]),
         (f"[daemon]\nsocket = '/{'x' * 120}'", ["daemon.socket", "107 bytes"]),
     ],
 )
@@ -87,29 +98,61 @@ def test_the_service_manager_chooses_the_places(monkeypatch: pytest.MonkeyPatch)
     assert default_socket() == Path("/elsewhere")
 
 
-def test_the_sample_is_valid_and_documents_every_key_with_its_default(tmp_path: Path) -> None:
-    sample = (ROOT / "etc" / "tmd.toml").read_text()
-    load(ROOT / "etc" / "tmd.toml", environ={})
-    shown = tomllib.loads("\n".join(_sections(sample)))
-    defaults = msgspec.to_builtins(Config())
-    for section, keys in defaults.items():
-        assert set(shown[section]) == set(keys), section
-        for key, value in keys.items():
-            if key not in ("state_dir", "socket", "operators"):
-                assert shown[section][key] == value, key
+def test_bytes_that_are_no_text_are_said(tmp_path: Path) -> None:
+    file = tmp_path / "tmd.toml"
+    file.write_bytes(b"[daemon]\nlisten = '\xff'")
+    with pytest.raises(ConfigError, match=r"tmd\.toml: not valid TOML: byte 19 is not UTF-8"):
+        load(file, environ={})
 
 
-def _sections(sample: str) -> list[str]:
-    """The sample with its settings switched on; of a key that is shown twice, the last."""
-    lines: dict[tuple[str, str], str] = {}
+def test_every_value_is_known_with_its_origin(tmp_path: Path) -> None:
+    file = written(tmp_path, "[daemon]\nlisten = 'a:1'\n\n[core]\nrestart_limit = 1\nheartbeat_s = 1.0")
+    loaded = load_with_origins(file, environ={"TMD_CORE_RESTART_LIMIT": "2"}, daemon_overrides={"state_dir": "/line"})
+    origins = {key: loaded.origin(*key.split(".")) for key in ("daemon.listen", "daemon.state_dir", "daemon.socket")}
+    assert origins == {"daemon.listen": f"{file}:2", "daemon.state_dir": "command line", "daemon.socket": "default"}
+    assert loaded.origin("core", "restart_limit") == "environment variable TMD_CORE_RESTART_LIMIT"
+    assert loaded.origin("core", "heartbeat_s") == f"{file}:6"
+
+
+def test_the_sample_is_made_from_the_code() -> None:
+    """If not: tmctl config sample > etc/tmd.toml"""
+    assert (ROOT / "etc" / "tmd.toml").read_text() == config_reference.sample()
+
+
+def test_the_operators_tables_are_made_from_the_code() -> None:
+    """If not: put what `python -m tmd.config_reference` prints below the mark in docs/operators.md."""
+    document = (ROOT / "docs" / "operators.md").read_text()
+    assert config_reference.tables() in document.partition("<!-- config:")[2]
+
+
+def test_everything_in_the_sample_can_be_switched_on(tmp_path: Path) -> None:
+    """A line that begins with # and no space is a setting; of a key that is shown twice, the last is the default."""
+    switched_on: dict[tuple[str, str], str] = {}
     section = ""
-    for line in sample.splitlines():
+    for line in config_reference.sample().splitlines():
         if line.startswith("["):
             section = line
-            lines[section, ""] = line
-        elif line.startswith("#") and not line.startswith("# ") and "=" in line:
-            lines[section, line[1:].split("=")[0].strip()] = line[1:]
-    return list(lines.values())
+            switched_on[section, ""] = line
+        elif line.startswith("#") and not line.startswith("# "):
+            switched_on[section, line[1:].partition(" = ")[0]] = line[1:]
+    text = "\n".join(switched_on.values())
+    load(written(tmp_path, text), environ={})
+    defaults = msgspec.to_builtins(Config())
+    for name, keys in tomllib.loads(text).items():
+        assert set(keys) == set(defaults[name]), name
+        for key, value in keys.items():
+            assert value == defaults[name][key] or defaults[name][key] in ("", ()), key
+
+
+@pytest.mark.parametrize("key", tuple(config_reference.described_keys()), ids=lambda key: f"{key.section}.{key.name}")
+def test_every_key_is_described_and_can_be_overridden_by_the_environment(key: Key) -> None:
+    assert key.description.endswith("."), "a sentence"
+    value = tomllib.loads(f"x = {key.example}")["x"] if key.default_in_words else key.default
+    text = ",".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+    loaded = load_with_origins(environ={variable(key.section, key.name): text})
+    assert loaded.origin(key.section, key.name) == f"environment variable {variable(key.section, key.name)}"
+    taken = getattr(getattr(loaded.config, key.section), key.name)
+    assert msgspec.json.encode(taken) == msgspec.json.encode(value)
 
 
 @pytest.mark.parametrize("arguments", [["config", "check"], ["serve", "--config"]])
@@ -119,5 +162,5 @@ def test_the_command_ends_with_2_and_without_a_traceback(tmp_path: Path, argumen
         [sys.executable, "-m", "tmd.daemon.main", *arguments, str(file)], capture_output=True, text=True, timeout=30, cwd=ROOT
     )
     assert done.returncode == 2
-    assert f"tmd: {file}: core.heartbeat: unknown key" in done.stderr
+    assert f"{file}:2: core.heartbeat: unknown key; did you mean heartbeat_s?" in done.stderr
     assert "Traceback" not in done.stderr

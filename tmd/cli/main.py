@@ -9,6 +9,8 @@ import click
 
 from tmd import __version__
 from tmd.cli import views
+from tmd.cli.config import config
+from tmd.cli.ledger import ledger
 from tmd.cli.local import local
 from tmd.cli.migrate import migrate, migration, migrations
 from tmd.cli.shell import Tmctl, command, make
@@ -156,7 +158,7 @@ def unpause(tmctl: Tmctl) -> None:
     tmctl.answer(tmctl.post("/v1/unpause"), lambda _: click.echo("active: planned migrations begin again"))
 
 
-for each in (migrate, migration, migrations, local):
+for each in (migrate, migration, migrations, local, ledger, config):
     main.add_command(each)
 
 

@@ -69,7 +69,7 @@ def command(function: _Command) -> _Command:
         try:
             function(tmctl, **arguments)
         except ClientError as error:
-            complain(error, as_json=as_json)
+            complain(str(error), error.remedy, as_json=as_json)
             raise click.exceptions.Exit(error.exit_code) from None
 
     functools.update_wrapper(run, function)
@@ -77,17 +77,17 @@ def command(function: _Command) -> _Command:
     return click.option("--json", "as_json", is_flag=True, help="Print the daemon's answer as JSON.")(click.pass_obj(run))
 
 
-def with_exit_codes(explanation: str) -> str:
-    return f"{inspect.cleandoc(explanation)}\n\n{EXIT_CODES}"
+def with_exit_codes(explanation: str, exit_codes: str = EXIT_CODES) -> str:
+    return f"{inspect.cleandoc(explanation)}\n\n{exit_codes}"
 
 
-def complain(error: ClientError, *, as_json: bool) -> None:
+def complain(message: str, remedy: str, *, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps({"error": str(error), "remedy": error.remedy}), err=True)
+        click.echo(json.dumps({"error": message, "remedy": remedy}), err=True)
         return
-    click.echo(f"error: {error}", err=True)
-    if error.remedy:
-        click.echo(f"  what to do: {error.remedy}", err=True)
+    click.echo(f"error: {message}", err=True)
+    if remedy:
+        click.echo(f"  what to do: {remedy}", err=True)
 
 
 def make(socket: Path) -> Tmctl:

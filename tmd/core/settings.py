@@ -1,30 +1,70 @@
-"""The deadlines and switches of the core, all in seconds."""
+"""The deadlines and switches of the core, all in seconds. The descriptions become etc/tmd.toml and the tables of
+docs/operators.md."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 
 class CoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    #: Agents and ranks report at least this often.
-    heartbeat_s: float = 0.5
-    #: An agent that was silent this long, in a job that makes no progress, is lost with its ranks.
-    heartbeat_timeout_s: float = 5.0
-    #: An agent whose connection closed has this long to come back before its ranks count as lost (if the job stands still).
-    agent_grace_s: float = 2.0
-    #: A poisoned rank has this long to report before it counts as lost.
-    report_timeout_s: float = 10.0
-    #: Installing an epoch may take this long before it is tried again under the next epoch.
-    install_timeout_s: float = 30.0
-    #: A planned migration that has not flipped after this long is aborted.
-    plan_timeout_s: float = 120.0
-    #: A drained node's migration is tried this often.
-    migration_attempts: int = 3
-    #: How long survivors wait without a standby, or without a daemon, before they exit so that Slurm can requeue.
-    hold_limit_s: float = 600.0
-    #: How long ranks may build before the first step.
-    build_timeout_s: float = 600.0
-    #: How often a job may start again from nothing because a rank was lost before the first committed step.
-    restart_limit: int = 3
-    #: Only watch and say what would be done.
-    observe_only: bool = False
+    """`[core]`: deadlines, in seconds, and how often what is tried."""
+
+    heartbeat_s: Annotated[
+        float, Meta(description="Agents and ranks report at least this often. Raise it if the daemon is busy with many nodes.")
+    ] = 0.5
+    heartbeat_timeout_s: Annotated[
+        float,
+        Meta(
+            description="An agent that was silent this long, in a job that makes no progress, is lost with its ranks. "
+            "More than twice heartbeat_s; raise it if machines stall for seconds."
+        ),
+    ] = 5.0
+    agent_grace_s: Annotated[
+        float,
+        Meta(
+            description="An agent whose connection closed has this long to come back before its ranks count as lost, if "
+            "the job stands still. Raise it if the network drops connections."
+        ),
+    ] = 2.0
+    report_timeout_s: Annotated[
+        float,
+        Meta(
+            description="A rank that has left a broken step has this long to report before it counts as lost. Raise it if "
+            "machines stall for seconds."
+        ),
+    ] = 10.0
+    install_timeout_s: Annotated[
+        float,
+        Meta(
+            description="Opening the links of a new membership and copying the state to a joiner may take this long, from "
+            "when the last survivor came out of its step; then it is tried again. Raise it for large states: "
+            "the copy must fit in it."
+        ),
+    ] = 30.0
+    plan_timeout_s: Annotated[
+        float,
+        Meta(
+            description="A planned migration that has not switched over after this long is aborted, and the job goes on "
+            "as before; also how long a standby is waited for. Raise it if standbys warm up slowly, or a step "
+            "takes minutes."
+        ),
+    ] = 120.0
+    migration_attempts: Annotated[int, Meta(description="How often the migration of a drained node is tried.")] = 3
+    hold_limit_s: Annotated[
+        float,
+        Meta(
+            description="How long the ranks of a job that lost a member wait without a standby, or without this daemon, "
+            "before they exit with 75, so that the resource manager can start the job again; also how long "
+            "the others wait for a rank that does not come out of its step. Raise it if spare machines take "
+            "longer to come."
+        ),
+    ] = 600.0
+    build_timeout_s: Annotated[float, Meta(description="How long ranks may build before the first step.")] = 600.0
+    restart_limit: Annotated[
+        int,
+        Meta(description="How often a job may start again from nothing because a rank was lost before the first committed step."),
+    ] = 3
+    observe_only: Annotated[bool, Meta(description="Only watch, and say in the log what would be done.")] = False

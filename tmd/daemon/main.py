@@ -1,4 +1,4 @@
-"""`tmd`: the daemon and what belongs to it on the command line.
+"""`tmd`: the daemon, with the commands of tmctl that need none (`ledger`, `config`).
 
 Exit codes: 0 stopped as asked, 1 cannot start, 2 wrong usage or configuration, 70 broke and should be started again, 75 another
 daemon has taken the ledger over.
@@ -14,6 +14,8 @@ from typing import NoReturn
 import click
 
 import tmd
+from tmd.cli.config import config
+from tmd.cli.ledger import ledger
 from tmd.config import Config, ConfigError, load
 from tmd.daemon import logs
 
@@ -23,9 +25,6 @@ EXIT_BROKEN = 70
 EXIT_TAKEN_OVER = 75
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
-_CONFIG = click.option("--config", "config_file", type=_FILE, envvar="TMD_CONFIG", help="TOML file; see etc/tmd.toml.")
-_STATE_DIR = click.option("--state-dir", metavar="DIR", help="Ledger, tokens and lock. Default: the user's state directory.")
-_DATABASE = click.option("--database", metavar="URL", help="Ledger, for example postgresql://tmd@db/tmd. Default: SQLite in DIR.")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -35,11 +34,11 @@ def main() -> None:
 
 
 @main.command()
-@_CONFIG
-@_STATE_DIR
+@click.option("--config", "config_file", type=_FILE, envvar="TMD_CONFIG", help="TOML file; see etc/tmd.toml.")
+@click.option("--state-dir", metavar="DIR", help="Ledger, tokens and lock. Default: the user's state directory.")
 @click.option("--socket", metavar="PATH", help="Unix socket of the API. Default: DIR/run/tmd.sock.")
 @click.option("--listen", metavar="HOST:PORT", help="TCP address for agents on other machines. Default: none.")
-@_DATABASE
+@click.option("--database", metavar="URL", help="Ledger, for example postgresql://tmd@db/tmd. Default: SQLite in DIR.")
 @click.option("--resource-manager", type=click.Choice(["local", "none"]), help="Where nodes come from. Default: local.")
 @click.option("--observe-only", is_flag=True, default=None, help="Watch and say what would be done; do nothing.")
 @click.option("--log-format", type=click.Choice(["logfmt", "json"]), help="Default: logfmt.")
@@ -69,48 +68,8 @@ def serve(config_file: Path | None, observe_only: bool | None, **daemon: str | N
         _end(EXIT_BROKEN, f"the daemon broke ({error!r}); jobs go on, start it again; the log above has the traceback")
 
 
-@main.group()
-def config() -> None:
-    """The configuration file."""
-
-
-@config.command("check")
-@click.argument("file", type=_FILE)
-def check_config(file: Path) -> None:
-    """Say what is wrong with FILE, or how it would be understood."""
-    settings = _load(file, {}, {})
-    click.echo(f"{file}: ok")
-    click.echo(
-        f"state directory {settings.state_dir}, socket {settings.socket}, resource manager {settings.daemon.resource_manager}"
-    )
-
-
-@main.group()
-def ledger() -> None:
-    """The ledger's database."""
-
-
-@ledger.command()
-@_CONFIG
-@_STATE_DIR
-@_DATABASE
-def upgrade(config_file: Path | None, **daemon: str | None) -> None:
-    """Bring the schema to this version (the daemon does so by itself when it starts)."""
-    from tmd.ledger.engine import BadDatabaseUrl
-    from tmd.ledger.errors import LedgerUnavailable
-    from tmd.ledger.ledger import upgrade
-    from tmd.ledger.revisions import UnknownRevision
-
-    settings = _load(config_file, daemon, {})
-    try:
-        if not settings.daemon.database:
-            settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        before, after = asyncio.run(upgrade(settings.database_url))
-    except BadDatabaseUrl as error:
-        _end(EXIT_USAGE, str(error))
-    except (LedgerUnavailable, UnknownRevision, OSError) as error:
-        _end(EXIT_CANNOT_START, str(error))
-    click.echo(f"revision {after}, as before" if before == after else f"revision {before or 'none'} -> {after}")
+for each in (ledger, config):
+    main.add_command(each)
 
 
 def _load(file: Path | None, daemon: dict[str, str | None], core: dict[str, bool | None]) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -34,9 +35,8 @@ def parse_url(text_url: str) -> URL:
     try:
         url = make_url(text_url)
     except ArgumentError:
-        raise BadDatabaseUrl(
-            f"database: expected a URL such as sqlite:////var/lib/tmd/ledger.db or postgresql://host/tmd, got {text_url!r}"
-        ) from None
+        example = "sqlite:////var/lib/tmd/ledger.db or postgresql://host/tmd"
+        raise BadDatabaseUrl(f"database: expected a URL such as {example}, got {without_password(text_url)!r}") from None
     drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
     backend = url.get_backend_name()
     if backend not in drivers:
@@ -44,6 +44,11 @@ def parse_url(text_url: str) -> URL:
     if backend == "sqlite" and url.database in (None, "", ":memory:"):
         raise BadDatabaseUrl("database: a ledger in memory would not outlive the daemon; give the path of a file")
     return url.set(drivername=drivers[backend])
+
+
+def without_password(text_url: str) -> str:
+    """For people: what stands between the user's name and the host is hidden, also in a text that is no URL."""
+    return re.sub(r"(//[^:@/]*):.*@", r"\1:***@", text_url)
 
 
 def shown(url: URL) -> str:
@@ -142,7 +147,7 @@ def lock_for_upgrade(connection: Connection) -> None:
 
 
 def damage(connection: Connection) -> list[str]:
-    """What the database itself finds wrong with its file, nothing if it is whole. Reads all of it (SQLite: about 200 MB/s).
+    """What the database itself finds wrong with its file, nothing if it is whole. Reads all of it (about 150 MB a second).
     Postgres is not asked: that is for its own tools, pg_amcheck and data checksums."""
     if connection.dialect.name != "sqlite":
         return []

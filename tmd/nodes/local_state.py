@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 #: Ended jobs kept for look-ups.
 ENDED_JOBS_KEPT = 50
@@ -29,19 +31,26 @@ class LocalNode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The section [local] of the configuration."""
+    """`[local]`: only with `resource_manager = "local"`."""
 
-    #: How many nodes (n1, n2, … at 127.0.0.11, 127.0.0.12, …), or each of them in full.
-    nodes: int | tuple[LocalNode, ...] = 6
-    #: Neighbouring nodes share a rack, neighbouring racks a zone. Unused where the nodes are given in full.
-    racks: int = 3
-    zones: int = 1
-    #: How often processes are looked at, in seconds.
-    poll_s: float = 0.1
-    #: A node that is killed or frozen is called down only after this long, as a real resource manager would.
-    notice_s: float = 25.0
-    #: What still runs on a released node, or of a cancelled job, has this long to end by itself.
-    release_grace_s: float = 2.0
+    nodes: Annotated[
+        int | tuple[LocalNode, ...],
+        Meta(
+            description="How many nodes: n1, n2, ... at 127.0.0.11, 127.0.0.12, ..., at most 200; or a list of each in full.",
+            extra={"example": '[{ name = "n1", address = "127.0.0.11", rack = "r1", zone = "z1" }]'},
+        ),
+    ] = 6
+    racks: Annotated[int, Meta(description="Neighbouring nodes share a rack. Not used where the nodes are given in full.")] = 3
+    zones: Annotated[int, Meta(description="Neighbouring racks share a zone. Not used where the nodes are given in full.")] = 1
+    poll_s: Annotated[float, Meta(description="How often processes are looked at.")] = 0.1
+    notice_s: Annotated[
+        float,
+        Meta(description="A node that is killed or frozen is called down only after this long, as by a real resource manager."),
+    ] = 25.0
+    release_grace_s: Annotated[
+        float,
+        Meta(description="What still runs on a released node, or of a cancelled job, has this long to end by itself."),
+    ] = 2.0
 
     def expand(self) -> tuple[LocalNode, ...]:
         """Every node in full. Raises ValueError naming what is wrong."""
