@@ -100,6 +100,107 @@ def test_torch_save_is_refused_although_it_writes_from_c(tmp_path: Path) -> None
     )
 
 
+def test_every_way_to_write_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    """Written aside and moved into place, by torch, numpy, distributed checkpoints, archives and logs."""
+    rehearse(
+        tmp_path,
+        """
+        guard.activate(3)
+        import logging, zipfile
+        import numpy as np
+        import torch
+        import torch.distributed.checkpoint as dcp
+        from torch.utils.data import DataLoader
+
+        staged = scratch / "staged.pt"
+        torch.save({}, staged)
+        refused(lambda: os.replace(staged, outside / "model.pt"), "rename or replace", "model.pt")
+        refused(lambda: shutil.move(staged, outside / "model.pt"))
+        refused(lambda: os.link(staged, outside / "model.pt"), "make the link")
+        refused(lambda: os.symlink(staged, outside / "latest"), "make the link", "latest")
+        refused(lambda: os.makedirs(outside / "step-10" / "rank-0"), "make the directory", "step-10")
+        refused(lambda: os.rmdir(outside), "delete")
+        refused(lambda: torch.save({}, f=outside / "model.pt"))
+        refused(lambda: torch.save({}, outside / "model.pt", _use_new_zipfile_serialization=False))
+        refused(lambda: torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), str(outside / "model.ts")), "model.ts")
+        refused(lambda: torch.jit.script(torch.nn.Linear(1, 1)).save(str(outside / "model.ts")))
+        refused(lambda: np.savez(outside / "arrays.npz", x=np.ones(1)))
+        refused(lambda: zipfile.ZipFile(outside / "all.zip", "w"))
+        refused(lambda: logging.FileHandler(outside / "train.log"))
+        try:
+            dcp.save({"x": torch.ones(1)}, checkpoint_id=outside / "dcp", no_dist=True)
+        except (SandboxRefused, dcp.api.CheckpointException) as error:
+            assert "rehearses as rank 3" in str(error), error
+        else:
+            raise SystemExit("a distributed checkpoint was not refused")
+        """,
+    )
+
+
+def test_trackers_are_refused_by_name_whatever_they_speak(tmp_path: Path) -> None:
+    rehearse(
+        tmp_path,
+        """
+        import asyncio, http.client, logging.handlers, urllib.request
+        server = socket.create_server(("127.0.0.1", 0))
+        host, port = server.getsockname()
+        guard.activate(3)
+
+        def request(action):
+            try:
+                action()
+            except OSError as error:
+                raise getattr(error, "reason", error) if isinstance(getattr(error, "reason", error), OSError) else error
+
+        refused(lambda: request(lambda: urllib.request.urlopen(f"http://{host}:{port}/api", timeout=5)), "connect to", str(port))
+        refused(lambda: http.client.HTTPConnection(host, port).request("POST", "/api"), "connect to")
+        refused(lambda: asyncio.run(asyncio.wait_for(asyncio.open_connection(host, port), 5)), "connect to")
+        refused(lambda: logging.handlers.DatagramHandler(host, port).send(b"x"), "send to")
+        refused(lambda: socket.socket(type=socket.SOCK_DGRAM).sendmsg([b"x"], [], 0, (host, port)), "send to")
+        refused(lambda: socket.socket(socket.AF_INET6).connect(("::1", port)), "connect to")
+        refused(lambda: subprocess.Popen(["wandb-service"]), "start the program 'wandb-service'")
+        """,
+    )
+
+
+def test_a_process_that_was_forked_in_rehearsal_is_fenced_until_its_parent_is_live(tmp_path: Path) -> None:
+    """1. a standby forks the process that writes its checkpoints. 2. it takes a role. 3. that process may write."""
+    rehearse(
+        tmp_path,
+        """
+        guard.activate(3)
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            refused(lambda: (outside / "checkpoint.pt").write_text("x"), "checkpoint.pt")
+            theirs.sendall(b"refused")
+            theirs.recv(1)
+            (outside / "checkpoint.pt").write_text("x")
+            os._exit(0)
+        theirs.close()
+        ours.settimeout(30)
+        assert ours.recv(16) == b"refused"
+        guard.deactivate()
+        ours.sendall(b"x")
+        assert os.waitpid(pid, 0)[1] == 0
+        (outside / "checkpoint.pt").unlink()
+        """,
+    )
+
+
+def test_a_check_does_not_call_itself_a_standby(tmp_path: Path) -> None:
+    rehearse(
+        tmp_path,
+        """
+        guard.activate(3, "a check")
+        refused(lambda: open(outside / "x", "w"), "this process is a check that rehearses as rank 3")
+        guard.activate(3)
+        refused(lambda: open(outside / "x", "w"), "this process is a standby that rehearses as rank 3")
+        """,
+    )
+
+
 def test_reading_scratch_and_memory_are_free(tmp_path: Path) -> None:
     rehearse(
         tmp_path,

@@ -13,10 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tmd_worker.state import rng, tree
 from tmd_worker.state.errors import DataExhausted, StateMismatch, TrackRefused
 from tmd_worker.state.loader import LoaderCursor
+
+#: torchdata 0.11 calls what PyTorch 2.13 has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 SIZE = 23
 BATCH = 4
@@ -66,6 +71,12 @@ def distributed(rank: int, world_size: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset, batch_size=2, sampler=sampler, **options)
 
 
+def stateful(rank: int, world_size: int, **options: Any) -> StatefulDataLoader[Any]:
+    dataset = TensorDataset(torch.arange(SIZE))
+    sampler = StatefulDistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=3)
+    return StatefulDataLoader(dataset, batch_size=2, sampler=sampler, **options)
+
+
 def forever(rank: int, world_size: int) -> Iterator[int]:
     index = rank
     while True:
@@ -79,6 +90,8 @@ TELLABLE: dict[str, Make] = {
     "DistributedSampler": distributed,
     "DistributedSampler, workers": lambda r, w: distributed(r, w, num_workers=2),
     "stateful": Resumable,
+    "torchdata": stateful,
+    "torchdata, workers": lambda r, w: stateful(r, w, num_workers=2),
     "function": lambda r, w: lambda position, rank, world_size: position * world_size + rank,
 }
 FIXED: dict[str, Make] = {
@@ -239,6 +252,25 @@ def test_any_course_of_discards_and_moves_gives_the_same_batches(data: st.DataOb
 
 
 @pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_each_attempt_begins_the_step_anew_and_the_rng_goes_on_as_if_the_batch_had_been_drawn(attempts: int, name: str) -> None:
+    """As the loop does it: a snapshot and `begin_step` for every attempt. The next step's noise is that of a calm run."""
+    calm = process(FAST[name])
+    expected = [calm.take(2) for _ in range(4)]
+
+    stormy = process(FAST[name])
+    got = [stormy.take(2)]
+    before = stormy.state
+    for drawn in range(attempts):
+        rng.restore(before)
+        stormy.cursor.begin_step()
+        take(stormy.cursor, 1 + drawn)
+        stormy.cursor.rollback()
+    got += [stormy.take(2) for _ in range(3)]
+    assert got == expected
+
+
+@pytest.mark.parametrize("name", FAST)
 def test_batches_that_only_a_discarded_attempt_drew_come_next(name: str) -> None:
     """The attempt that counts draws fewer: what is left belongs to the next step, also in a record."""
     calm = cursor(FAST[name])
@@ -324,6 +356,21 @@ def test_a_source_that_cannot_be_told_its_role_is_refused_by_name(name: str) -> 
 def test_a_sampler_of_another_group_than_the_job_is_not_touched() -> None:
     data = cursor(lambda r, w: distributed(0, 2), 2, 4)
     assert not data.changes_role
+
+
+@pytest.mark.parametrize("name", sorted(FIXED))
+def test_a_source_that_no_standby_could_take_over_is_refused_before_the_first_step(name: str) -> None:
+    cursor(FIXED[name], 0, 1).require_movable()
+    with pytest.raises(
+        TrackRefused, match=r"cannot track data: nothing tells this \w+ which rank it serves.*set_role"
+    ) as refused:
+        cursor(FIXED[name], 0, 2).require_movable()
+    assert ("an iterator cannot start again" in str(refused.value)) == (name == "iterator")
+
+
+@pytest.mark.parametrize("name", TELLABLE)
+def test_a_source_that_can_be_told_its_role_is_not_refused(name: str) -> None:
+    cursor(TELLABLE[name], 0, 2).require_movable()
 
 
 # ---------------------------------------------------------------- refusals

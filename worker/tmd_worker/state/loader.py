@@ -32,6 +32,8 @@ class LoaderCursor:
         #: Drawn in this step, and drawn but to be given again.
         self._drawn: list[_Drawn] = []
         self._replay: collections.deque[_Drawn] = collections.deque()
+        #: The last attempt was rolled back and nothing was drawn since: the next `begin_step` begins the same step again.
+        self._again = False
         #: The source's state when last nothing was waiting to be given again, and how many were given since.
         self._base = self._encoded()
         self._given = 0
@@ -42,6 +44,7 @@ class LoaderCursor:
 
     def next(self) -> Any:
         """The next batch. Raises DataExhausted if the source has ended and cannot start again."""
+        self._again = False
         if self._replay:
             drawn = self._replay.popleft()
             if drawn.after is not None:
@@ -65,16 +68,18 @@ class LoaderCursor:
         return _Drawn(batch, rng.capture())
 
     def begin_step(self) -> None:
-        """What was drawn so far is used; what is drawn from here on can be rolled back."""
+        """What was drawn so far is used; what is drawn from here on can be rolled back. After a rollback: another attempt."""
+        again, self._again = self._again, False
         self._drawn.clear()
-        if self._replay:
+        if not self._replay:
+            self._base, self._given = self._encoded(), 0
+        elif not again:
             # The attempt that counted took fewer than one before it. They come next, but the RNG has moved on.
             self._replay = collections.deque(_Drawn(left.batch, None) for left in self._replay)
-        else:
-            self._base, self._given = self._encoded(), 0
 
     def rollback(self) -> None:
         """Batches drawn since `begin_step` will be given again, in the same order."""
+        self._again = True
         if self._drawn:
             self._given -= len(self._drawn)
             self._replay.extendleft(reversed(self._drawn))
@@ -131,7 +136,7 @@ class LoaderCursor:
                 if isinstance(error, StateMismatch):
                     raise
                 raise StateMismatch(f"{self.name}: cannot go to the position: {error!r}") from error
-        self._forget()
+            self._forget()  # asking for a position may draw, too: a StatefulDataLoader opens an iterator for it
 
     def _forget(self) -> None:
         self._drawn.clear()
