@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 import sqlite3
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.daemon.postgres import Postgres
 from tests.daemon.rig import DEADLINE_S, ROOT, Agent, Daemon, until
 from tmd.cli.client import ClientError
 from tmd.config import load
@@ -34,7 +36,10 @@ def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT)
 
 
-async def test_after_kill_9_everything_is_there_and_the_generation_has_risen(daemon: Daemon, make_agent: MakeAgent) -> None:
+async def test_after_kill_9_everything_is_there_and_the_generation_has_risen(
+    make_daemon: MakeDaemon, make_agent: MakeAgent, database_url: str
+) -> None:
+    daemon = make_daemon("--database", database_url).start()
     agents = [await make_agent("j1", node).connect(daemon) for node in ("n1", "n2", "n3")]
     wanted = [await agent.work() for agent in agents]
     keys = {agent.welcome.job_key for agent in agents if agent.welcome}
@@ -98,10 +103,68 @@ async def test_nothing_is_done_while_the_ledger_cannot_be_written(make_daemon: M
     assert [line for line in daemon.log_lines() if line["level"] == "error" and "ledger cannot be written" in line["msg"]]
 
 
-async def test_a_daemon_whose_ledger_was_taken_over_ends(make_daemon: MakeDaemon, make_agent: MakeAgent, tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'shared.db'}"
-    first = make_daemon("--database", url).start()
-    second = make_daemon("--database", url).start()
+async def test_while_postgres_is_away_nothing_is_decided_and_then_everything(
+    make_daemon: MakeDaemon, make_agent: MakeAgent, postgres: Postgres
+) -> None:
+    """
+    1. A job has its first agent. Postgres is stopped as in a crash.
+    2. The second agent says hello: it is not welcomed. The daemon says what is wrong, its health is bad, the first agent stays.
+    3. Postgres is back: the second agent is welcomed, by the same daemon in the same generation.
+    """
+    daemon = make_daemon("--database", postgres.fresh_database()).start()
+    first = await make_agent("j1", "n1").connect(daemon)
+    postgres.stop()
+    try:
+        second = await make_agent("j1", "n2").dial(daemon)
+        await second.send(second.hello)
+        await until(lambda: not daemon.status()["ledger"]["healthy"], "the daemon says that it cannot write")
+        with pytest.raises(ClientError) as unwell:
+            daemon.client.get("/v1/health")
+        assert unwell.value.status == 503
+        assert "see that Postgres runs" in daemon.status()["ledger"]["error"]
+        assert (second.welcome, first.closed) == (None, None)
+    finally:
+        postgres.start()
+    await until(lambda: second.welcome, "the welcome")
+    await until(lambda: daemon.status()["ledger"]["healthy"], "good health")
+    assert daemon.status()["generation"] == 1
+    assert first.closed is None
+
+
+async def test_on_a_full_disk_nothing_is_decided_until_there_is_room(make_daemon: MakeDaemon, make_agent: MakeAgent) -> None:
+    daemon = make_daemon().start()
+    full_bytes = (daemon.state_dir / "ledger.db-wal").stat().st_size
+    before = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (full_bytes, resource.RLIM_INFINITY))
+    agent = await make_agent().dial(daemon)
+    await agent.send(agent.hello)
+    await until(lambda: not daemon.status()["ledger"]["healthy"], "the daemon says that it cannot write")
+    assert "disk" in daemon.status()["ledger"]["error"]
+    assert agent.welcome is None
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, before)
+    await until(lambda: agent.welcome, "the welcome")
+    assert daemon.status()["ledger"]["healthy"]
+
+
+def test_a_damaged_ledger_is_refused_at_the_start_with_the_remedy(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon().start()
+    daemon.end()
+    ledger = daemon.state_dir / "ledger.db"
+    contents = ledger.read_bytes()
+    ledger.write_bytes(contents[:4096] + bytes(4096) + contents[8192:])
+    refused = serve("--state-dir", str(daemon.state_dir), "--socket", str(daemon.socket))
+    assert refused.returncode == 1
+    assert f"cannot start: ledger sqlite:///{ledger} is damaged" in refused.stderr
+    assert "bring a backup" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    ledger.write_bytes(contents)
+    assert daemon.start().status()["generation"] == 2
+
+
+async def test_a_daemon_whose_ledger_was_taken_over_ends(
+    make_daemon: MakeDaemon, make_agent: MakeAgent, database_url: str
+) -> None:
+    first = make_daemon("--database", database_url).start()
+    second = make_daemon("--database", database_url).start()
     await make_agent().dial(first)
     agent = await make_agent().dial(first)
     await agent.send(agent.hello)

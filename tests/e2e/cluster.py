@@ -90,9 +90,11 @@ def is_stopped(pid: int) -> bool:
 class Cluster:
     """A daemon with `nodes` local nodes. Use as a context manager."""
 
-    def __init__(self, folder: Path, *, nodes: int, core: dict[str, float | bool] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, nodes: int, core: dict[str, float | bool] | None = None, database: str | None = None
+    ) -> None:
         self.folder = folder
-        self.stack = Stack(folder / "stack", nodes=nodes, core=core)
+        self.stack = Stack(folder / "stack", nodes=nodes, core=core, database=database)
         self._numbers = itertools.count(1)
 
     def __enter__(self) -> Cluster:

@@ -28,7 +28,9 @@ class Stack:
     """Use as a context manager. `client` speaks to the daemon. Variables TMD_* of the caller, which may be meant for another
     daemon, do not reach this one nor its agents."""
 
-    def __init__(self, folder: Path, *, nodes: int, core: dict[str, float | bool] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, nodes: int, core: dict[str, float | bool] | None = None, database: str | None = None
+    ) -> None:
         self.folder = folder
         self.log = folder / "daemon.log"
         # The path of a unix socket is limited to 107 bytes, so it cannot live in an output folder of any depth.
@@ -37,6 +39,7 @@ class Stack:
         self._config = folder / "tmd.toml"
         self._nodes = nodes
         self._core = core or {}
+        self._database = ["--database", database] if database else []
         self._process: subprocess.Popen[bytes] | None = None
         self.client = Client(str(self.socket))
 
@@ -54,7 +57,7 @@ class Stack:
 
     def start(self) -> None:
         """Starts the daemon and waits until it answers. Raises StackError."""
-        places = ["--config", self._config, "--state-dir", self.folder / "state", "--socket", self.socket]
+        places = ["--config", self._config, "--state-dir", self.folder / "state", "--socket", self.socket, *self._database]
         command = [sys.executable, "-m", "tmd.daemon.main", "serve", *map(str, places), "--resource-manager", "local"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TMD_")}
         with self.log.open("ab") as log:
