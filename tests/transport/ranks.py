@@ -142,10 +142,13 @@ class Process:
 
 
 @contextmanager
-def ranks(size: int, body: Body, *, live: bool = True, setup: Callable[[Rank], None] | None = None) -> Iterator[list[Process]]:
+def ranks(
+    size: int, body: Body, *, live: bool = True, setup: Callable[[Rank], None] | None = None, one_host: bool = False
+) -> Iterator[list[Process]]:
     """`size` processes that run `body(rank)`; what it returns is the last message of each. Killed at the end, whatever happens.
 
-    `live`: linked in epoch 0 before the body begins, with the default group made. `setup` runs before anything else.
+    `live`: linked in epoch 0 before the body begins, with the default group made. `setup` runs before anything else. `one_host`:
+    all have the same address, otherwise each has its own, as on as many machines.
     """
     context = multiprocessing.get_context("fork")
     started: list[Process] = []
@@ -153,7 +156,8 @@ def ranks(size: int, body: Body, *, live: bool = True, setup: Callable[[Rank], N
         try:
             for rank in range(size):
                 ours, theirs = context.Pipe()
-                arguments = (rank, size, theirs, f"{directory}/store", body, live, setup)
+                host = f"127.0.0.{2 if one_host else rank + 2}"
+                arguments = (rank, size, theirs, host, f"{directory}/store", body, live, setup)
                 process = context.Process(target=_run, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -186,12 +190,19 @@ class _Tagged:
 
 
 def _run(
-    rank: int, size: int, pipe: Connection, store_path: str, body: Body, live: bool, setup: Callable[[Rank], None] | None
+    rank: int,
+    size: int,
+    pipe: Connection,
+    host: str,
+    store_path: str,
+    body: Body,
+    live: bool,
+    setup: Callable[[Rank], None] | None,
 ) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     torch.set_num_threads(1)
     try:
-        me = Rank(rank, size, _Tagged(pipe), f"127.0.0.{rank + 2}", store_path)  # type: ignore[arg-type]
+        me = Rank(rank, size, _Tagged(pipe), host, store_path)  # type: ignore[arg-type]
         faults.rank = rank
         if setup is not None:
             setup(me)

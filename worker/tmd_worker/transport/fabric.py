@@ -16,6 +16,7 @@ from tmd.protocol.membership import Member, Membership, Plan
 from tmd_worker import faults, guard
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.discard import StepDiscarded
+from tmd_worker.native import library
 from tmd_worker.transport import process, topology
 from tmd_worker.transport.buddy import BuddyChannel
 from tmd_worker.transport.calls import Calls
@@ -55,6 +56,7 @@ class Fabric:
         port_range: tuple[int, int] | None = None,
     ) -> None:
         """Listens at once and becomes the process's fabric (`current()`)."""
+        library.core()  # now, for it may have to be compiled, and not in the middle of a step
         self._events = events
         self._lock = threading.RLock()
         self._threads: list[threading.Thread] = []

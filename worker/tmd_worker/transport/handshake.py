@@ -53,6 +53,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reason: str = ""
 
 
+def nearby_name(key: bytes, host: str, port: int) -> bytes:
+    """Where the listener of this address listens for processes of its own host: a name in Linux's abstract namespace.
+
+    Nobody can guess it without the key, and whoever connects there goes through the same handshake.
+    """
+    return b"\0tmd-" + hmac.digest(key, f"tmd nearby 1 {host} {port}".encode(), "sha256").hex()[:32].encode()
+
+
 def greeting() -> bytes:
     """The listener's first words, with a fresh nonce."""
     return GREETING + secrets.token_bytes(NONCE_BYTES)

@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 import threading
+from typing import Any
 
 from tmd_worker import faults
 from tmd_worker.native.library import LinkState
@@ -32,6 +33,8 @@ Buffer = bytes | bytearray | memoryview
 
 #: How long closing waits for a thread in the middle of a frame to get out of it.
 SEND_PATIENCE_S = 0.05
+#: How long the last words of a nearby peer, which has ceased to read, are waited for.
+LAST_WORDS_S = 0.5
 #: Room before a staged payload: the header ends where an aligned payload begins.
 _LEAD_BYTES = 64 - HEADER_BYTES
 _NO_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -49,7 +52,7 @@ class LinkEnded(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinkInfo:
-    """A link as the operating system sees it."""
+    """A link as the operating system sees it: host and port of both ends, or (between processes of one host) "@name" and 0."""
 
     fd: int
     local: tuple[str, int]
@@ -65,6 +68,7 @@ class Link:
         "_filled",
         "_head",
         "_head_view",
+        "_nearby",
         "_out",
         "_payload",
         "_shut",
@@ -87,12 +91,14 @@ class Link:
 
     def __init__(self, sock: socket.socket, *, peer: int, epoch: int, timeout_s: float) -> None:
         sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._nearby = sock.family is socket.AF_UNIX
+        if not self._nearby:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.fd = sock.fileno()
-        self.local: tuple[str, int] = sock.getsockname()[:2]
+        self.local = _address(sock.getsockname())
         try:
-            self.remote: tuple[str, int] = sock.getpeername()[:2]
+            self.remote = _address(sock.getpeername())
         except OSError:
             self.remote = ("", 0)  # gone already; whoever watches or reads it will find out
         self.peer = peer
@@ -373,8 +379,23 @@ class Link:
 
     def ended(self, reason: str) -> LinkEnded:
         """While sending: the peer's last words tell whether it lives."""
+        if self._nearby and not self.ending:
+            self._await_last_words()
         return LinkEnded(self, reason, orderly=self.ends_in_order())
+
+    def _await_last_words(self) -> None:
+        """A peer that gives up ceases to read first, and only a socket within the host shows that before its STOP."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLRDHUP)
+        poll.poll(LAST_WORDS_S * 1000)
 
     @staticmethod
     def _is_stop(before: memoryview | None) -> bool:
         return before is not None and before[-HEADER_BYTES:] == STOP_FRAME
+
+
+def _address(name: Any) -> tuple[str, int]:
+    """Of one end, as the kernel tells it; the name of one in Linux's abstract namespace begins with a zero byte."""
+    if isinstance(name, tuple):
+        return str(name[0]), int(name[1])
+    return f"@{name[1:].decode()}", 0

@@ -1,18 +1,18 @@
-"""The listening socket of a process: takes every connection through the handshake, in one thread that nobody can block.
+"""The listening sockets of a process, for everybody and for its own host: each connection goes through the handshake.
 
-Contract: a connection that says nothing, garbage or too much costs a descriptor for at most HANDSHAKE_S; if too many are
-half open the oldest goes. What passes is handed to `accept`, which must not block.
+Contract: one thread, which nobody can block. A connection that says nothing, garbage or too much costs a descriptor for at most
+HANDSHAKE_S; if too many are half open the oldest goes. What passes is handed to `accept`, which must not block.
 """
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import time
 from collections.abc import Callable
 
 from tmd_worker.transport import handshake
+from tmd_worker.transport.closing import Closing
 from tmd_worker.transport.handshake import Hello, Verdict
 
 HANDSHAKE_S = 5.0
@@ -32,7 +32,8 @@ class _HalfOpen:
         self._received = bytearray()
         sock.setblocking(False)
         # What is served here answers in several small pieces; without this each of them may wait 40 ms for the peer's word.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family is socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.send(self.greeted)
 
     def read(self, key: bytes) -> Hello | None:
@@ -72,53 +73,53 @@ class Listener:
         accept: Callable[[socket.socket, Hello], None],
     ) -> None:
         """`judge` decides about an authentic hello; `accept` gets the (blocking) socket of what it said ok to."""
-        self._sock = _bind(host, port_range)
-        self._sock.setblocking(False)
+        remote = _bind(host, port_range)
         self.host: str = host
-        self.port: int = self._sock.getsockname()[1]
+        self.port: int = remote.getsockname()[1]
+        nearby = _bind_nearby(handshake.nearby_name(key, host, self.port))
+        #: By descriptor.
+        self._listening = {sock.fileno(): sock for sock in (remote, nearby) if sock is not None}
         self._key = key
         self._judge = judge
         self._accept = accept
         self._half_open: dict[int, _HalfOpen] = {}
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = False
+        self._closing = Closing()
         self._epoll = select.epoll()
-        self._epoll.register(self._sock, select.EPOLLIN)
-        self._epoll.register(self._wake, select.EPOLLIN)
+        for fd in (*self._listening, self._closing.fd):
+            self._epoll.register(fd, select.EPOLLIN)
 
     def run(self) -> None:
         """The thread's body; ends after close()."""
-        while not self._closing:
+        while not self._closing.wanted:
             for fd, _ in self._epoll.poll(HANDSHAKE_S if self._half_open else None):
-                if fd == self._sock.fileno():
-                    self._greet_all()
+                if fd in self._listening:
+                    self._greet_all(self._listening[fd])
                 elif fd in self._half_open:
                     self._read(fd)
             self._drop_late()
         for fd in list(self._half_open):
             self._drop(fd)
         self._epoll.close()
-        self._sock.close()
-        os.close(self._wake)
+        for sock in self._listening.values():
+            sock.close()
+        self._closing.end()
 
     def close(self) -> None:
-        """Ends the thread, which closes the socket."""
-        if self._closing:
-            return
-        os.eventfd_write(self._wake, 1)
-        self._closing = True  # only now: the thread closes the counter as soon as it sees this
+        """Ends the thread, which closes the sockets."""
+        self._closing.ask()
 
     def close_copy(self) -> None:
         """In a forked child, which has no such thread: closes the inherited descriptors."""
-        self._sock.close()
+        for sock in self._listening.values():
+            sock.close()
         self._epoll.close()
         for half_open in self._half_open.values():
             half_open.sock.close()
 
-    def _greet_all(self) -> None:
+    def _greet_all(self, listening: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._sock.accept()
+                sock, _ = listening.accept()
             except BlockingIOError:
                 return
             except OSError:
@@ -171,9 +172,23 @@ def _bind(host: str, port_range: tuple[int, int] | None) -> socket.socket:
         try:
             sock.bind((host, port))
             sock.listen(_BACKLOG)
+            sock.setblocking(False)
         except OSError as error:
             sock.close()
             refusal = error
             continue
         return sock
     raise OSError(refusal.errno, f"no port of {first} to {last} on {host} can be listened on: {refusal.strerror}")
+
+
+def _bind_nearby(name: bytes) -> socket.socket | None:
+    """None if the name cannot be had: then processes of this host come the same way as all others."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(name)
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        return None
+    sock.setblocking(False)
+    return sock

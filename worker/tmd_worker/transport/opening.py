@@ -165,9 +165,10 @@ class Inbox:
 
 
 class Opener:
-    """Opens links for one process."""
+    """Opens links for one process; those to members whose address is `nearby_host` without the network, if that is possible."""
 
-    def __init__(self, incarnation: str, key: bytes, inbox: Inbox) -> None:
+    def __init__(self, incarnation: str, key: bytes, inbox: Inbox, nearby_host: str | None) -> None:
+        self._nearby_host = nearby_host
         self._incarnation = incarnation
         self._key = key
         self._inbox = inbox
@@ -213,7 +214,8 @@ class Opener:
             peer_rank=request.peer,
         )
         try:
-            sock, verdict = dial(request.member, self._key, hello, attempt.deadline_s, attempt.dialing)
+            nearby = request.member.host == self._nearby_host
+            sock, verdict = dial(request.member, self._key, hello, attempt.deadline_s, attempt.dialing, nearby=nearby)
         except LinkError as error:
             attempt.check()
             raise LinkError(f"no link of group {request.group} to rank {request.peer}: {error}", request.peer) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from tmd_worker.transport.tables import Tables
 
 Handler = Callable[[socket.socket, dict[str, Any]], None]
 Spawn = Callable[[str, Callable[[], None]], None]
+#: "tcp": no links within the host, for measurements and for a search after a fault.
+LOCAL_LINKS = "TMD_LOCAL_LINKS"
 #: Per operation on a served connection, until its handler sets another one.
 SERVED_TIMEOUT_S = 60.0
 
@@ -32,7 +35,8 @@ class Ports:
         self._spawn = spawn
         self._handlers: dict[str, Handler] = {}
         self.inbox = Inbox()
-        self.opener = Opener(incarnation, key, self.inbox)
+        nearby_host = host if os.environ.get(LOCAL_LINKS, "unix") != "tcp" else None
+        self.opener = Opener(incarnation, key, self.inbox, nearby_host)
         self.listener = Listener(host, port_range, key, self._judge, self._accept)
         spawn("listener", self.listener.run)
 

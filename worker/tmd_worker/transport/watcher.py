@@ -6,12 +6,12 @@ the end (the result of a vote) is still read.
 
 from __future__ import annotations
 
-import os
 import select
 import threading
 import time
 from collections.abc import Callable
 
+from tmd_worker.transport.closing import Closing
 from tmd_worker.transport.link import Link
 
 #: How long a reader has for what is in front of the end of a link.
@@ -27,9 +27,8 @@ class Watcher:
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
         self._epoll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self._closing = False
+        self._closing = Closing()
+        self._epoll.register(self._closing.fd, select.EPOLLIN)
 
     def add(self, link: Link) -> None:
         """From now on, also if it has hung up already."""
@@ -52,7 +51,7 @@ class Watcher:
     def run(self) -> None:
         """The thread's body; ends after close()."""
         left_to_reader: dict[Link, float] = {}
-        while not self._closing:
+        while not self._closing.wanted:
             for fd, _ in self._epoll.poll(_STEP_S if left_to_reader else None):
                 link = self._take(fd)
                 if link is not None:
@@ -65,13 +64,10 @@ class Watcher:
                     del left_to_reader[link]
                     self._ended(link, link.ends_in_order())
         self._epoll.close()
-        os.close(self._wake)
+        self._closing.end()
 
     def close(self) -> None:
-        if self._closing:
-            return
-        os.eventfd_write(self._wake, 1)
-        self._closing = True  # only now: the thread closes the counter as soon as it sees this
+        self._closing.ask()
 
     def close_copy(self) -> None:
         """In a forked child, which has no such thread."""
