@@ -17,6 +17,7 @@ from tests.daemon.databases import change
 from tmd.cli.main import main
 from tmd.core.instructions import Persist, ReleaseNode
 from tmd.ledger.check import check
+from tmd.ledger.existing import existing
 from tmd.ledger.ledger import Ledger, StoreChange, upgrade
 
 
@@ -73,8 +74,8 @@ async def test_a_sound_ledger_is_called_sound_while_its_daemon_goes_on(ledger: L
         ),
         ("UPDATE migrations SET job_id = 'j1', checksum = NULL", "no record of the incarnation old.1 in job j1"),
         ("UPDATE meta SET value = 'x', checksum = NULL", "how often a daemon has started is 'x', which is no number"),
-        ("ALTER TABLE nodes DROP COLUMN labels", "the schema is not that of revision 0003"),
-        ("DROP TABLE store", "the schema is not that of revision 0003"),
+        ("ALTER TABLE nodes DROP COLUMN labels", "the schema is not that of revision 0003, it needs: add column nodes labels"),
+        ("DROP TABLE store", "the schema is not that of revision 0003, it needs: add table store"),
     ],
 )
 async def test_what_is_wrong_is_named(ledger: Ledger, database_url: str, statement: str, problem: str) -> None:
@@ -106,6 +107,18 @@ async def test_a_damaged_file_is_a_finding(ledger: Ledger, database_url: str, tm
     assert result.exit_code == 1
     assert "problem: " in result.stdout
     assert "Traceback" not in result.output
+
+
+async def test_root_leaves_the_files_of_another_user_to_that_user(tmp_path: Path) -> None:
+    """Else the daemon could not write any more what root has looked at."""
+    path = tmp_path / "ledger.db"
+    await upgrade(f"sqlite:///{path}")
+    owner = 65534 if os.geteuid() == 0 else os.geteuid()
+    os.chown(path, owner, -1)
+    async with existing(f"sqlite:///{path}") as ledger, ledger.database.readers.connect() as connection:
+        await connection.execute(text("SELECT count(*) FROM jobs"))
+        owners = {name: os.stat(tmp_path / name).st_uid for name in os.listdir(tmp_path)}
+    assert owners == dict.fromkeys(("ledger.db", "ledger.db-wal", "ledger.db-shm"), owner)
 
 
 async def test_no_ledger_is_said_and_none_is_made(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -110,8 +109,8 @@ def test_too_much_is_refused_by_name_and_changes_nothing(ask: Asker, monkeypatch
 
 
 @pytest.fixture
-async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
-    opened = await Ledger.open(f"sqlite:///{tmp_path / 'ledger.db'}?timeout=0.05")
+async def ledger(database_url: str) -> AsyncIterator[Ledger]:
+    opened = await Ledger.open(database_url)
     await opened.write(Persist(jobs=(records.job("j1"), records.job("j2"))))
     yield opened
     await opened.close()

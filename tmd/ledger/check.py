@@ -63,7 +63,8 @@ def _look(connection: Connection, checked: Checked) -> None:
     checked.revision = require_newest(connection, checked.ledger)
     differences = compare_metadata(MigrationContext.configure(connection), schema.metadata)
     if differences:
-        checked.problems += [f"the schema is not that of revision {checked.revision}: {each}" for each in differences]
+        wanted = "; ".join(map(_in_words, differences))
+        checked.problems.append(f"the schema is not that of revision {checked.revision}, it needs: {wanted}")
         return
     snapshot = LedgerSnapshot(
         jobs=tuple(_records(connection, JobRecord, checked)),
@@ -74,6 +75,13 @@ def _look(connection: Connection, checked: Checked) -> None:
     checked.problems += contradictions(snapshot)
     _look_at_events(connection, checked)
     _look_at_other_tables(connection, checked, {job.job_id for job in snapshot.jobs})
+
+
+def _in_words(difference: Any) -> str:
+    """One of Alembic's differences: what kind, and the names in it."""
+    kind, *parts = difference[0] if isinstance(difference, list) else difference
+    names = [getattr(part, "name", part) for part in parts]
+    return " ".join([kind.replace("_", " "), *(name for name in names if isinstance(name, str))])
 
 
 def _look_at_events(connection: Connection, checked: Checked) -> None:
