@@ -28,7 +28,7 @@ class Lab:
         self, *variants: str, steps: int = 8, gate: int = -1, faults: list[dict[str, Any]] | None = None, **shape: Any
     ) -> Cluster:
         """`gate`: the step that waits for Cluster.open_gate; `faults`: see tmd_worker.faults; `shape`: nodes, per_node,
-        standbys; settings of the daemon's core."""
+        standbys; another script; settings of the daemon's core."""
         folder = self._folder / f"run{next(self._numbers)}"
         (folder / "faults").mkdir(parents=True)
         environment = {

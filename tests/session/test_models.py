@@ -19,6 +19,22 @@ def test_a_rank_that_is_lost_in_the_vote(variant: tuple[str, ...], lab: Lab, kil
     lose_a_rank("vote.after_up", variant, lab, kill)
 
 
+@pytest.mark.parametrize(
+    ("moment", "count"), [("backward", 1), ("backward", 2), ("backward", 3), ("forward", 3), ("vote.begin", 1)]
+)
+def test_two_optimizers_of_which_the_first_had_stepped_when_a_rank_is_lost(
+    moment: str, count: int, lab: Lab, kill: Killing
+) -> None:
+    """The discriminator's backward passes once, the generator's twice: the second kill and those after it come when the
+    discriminator's optimizer has stepped, which is to be undone."""
+    reference = lab.reference("gan", nodes=3, steps=10)
+    with lab.cluster("gan", nodes=3, standbys=1, steps=10, faults=kill(moment, rank=1, step=4, count=count)) as cluster:
+        assert cluster.run().exit_code == 0, cluster.report()
+        assert cluster.faults_fired() == 1
+        assert cluster.core.job("job").record.approximations == ()
+    Outcome.of(cluster.folder).assert_same_as(reference, unlogged=1)
+
+
 def test_averages_with_batch_statistics_take_a_discarded_step_once(lab: Lab, kill: Killing) -> None:
     lose_a_rank("backward", ("batchnorm", "ema_module"), lab, kill)
 

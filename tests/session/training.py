@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from tests.session.autograd_faults import fault_in_backward
+from tests.session.gan import train_gan
 from tmd_worker import Session, faults
 from tmd_worker.step import Step
 from tmd_worker.transport.process import current
@@ -42,6 +44,7 @@ VARIANTS = [
     ("views", "batchnorm", "accumulate", "keep_gradients"),
     ("ema_module",),
     ("noisy_tail",),
+    ("gan",),
 ]
 
 
@@ -89,6 +92,38 @@ class Averaged:
 
 
 def train(session: Session, folder: Path, total: int, variants: set[str]) -> None:
+    session.on_role(lambda rank: (folder / f"role-{rank}.txt").write_text(str(rank)))
+
+    def begin(step: Step) -> None:
+        misbehave(session, step, variants)
+        if not step.shadow and step.index == int(os.environ.get("TMD_TEST_GATE", "-1")):
+            wait_for(folder / "go")
+
+    def log(step: Step, loss: torch.Tensor) -> None:
+        if step.committed:
+            write_loss(folder, session.rank, step.index, loss)
+
+    if "gan" in variants:
+        train_gan(session, total, Batches(), FEATURES, begin=begin, log=log)
+    else:
+        train_one(session, folder, total, variants, begin, log)
+    digest = session.digest()
+    if "evaluate" in variants:
+        seen = torch.ones(())
+        dist.all_reduce(seen)
+        assert seen.item() == session.world_size
+    (folder / f"digest-{session.rank}.txt").write_text(json.dumps(digest, sort_keys=True))
+
+
+def train_one(
+    session: Session,
+    folder: Path,
+    total: int,
+    variants: set[str],
+    begin: Callable[[Step], None],
+    log: Callable[[Step, torch.Tensor], None],
+) -> None:
+    """One model and one optimizer."""
     torch.manual_seed(7)
     net = Net(variants)
     model = DistributedDataParallel(
@@ -101,13 +136,17 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused="fused" in variants)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     averaged = Averaged(net)
-    ema = AveragedModel(net, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
+    ema = AveragedModel(net, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new) if "ema_module" in variants else None
     # The scale overflows at first and, growing again, every few steps: some steps are skipped by the scaler.
     scaler = torch.amp.GradScaler("cpu", enabled="scaler" in variants, init_scale=2.0**127, growth_interval=2)
-    session.track(model=model, optimizer=optimizer, schedule=schedule, averaged=averaged, scaler=scaler, data=Batches())
-    if "ema_module" in variants:
+    session.track(model=model, optimizer=optimizer, schedule=schedule, averaged=averaged, data=Batches())
+    if "forgotten" not in variants:
+        session.track(scaler=scaler)
+    idle = nn.Linear(1, 1) if "idle" in variants else None
+    if ema is not None:
         session.track(ema=ema)
-    session.on_role(lambda rank: (folder / f"role-{rank}.txt").write_text(str(rank)))
+    if "excused" in variants:
+        session.untracked(idle)
     torch.manual_seed(1000 + session.rank)
     np.random.seed(session.rank)
     random.seed(session.rank)
@@ -115,9 +154,7 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
     weight = 64.0 if "scaler" in variants else 1.0
     for step in session.steps(total):
         with step:
-            misbehave(session, step, variants)
-            if not step.shadow and step.index == int(os.environ.get("TMD_TEST_GATE", "-1")):
-                wait_for(folder / "go")
+            begin(step)
             optimizer.zero_grad(set_to_none="keep_gradients" not in variants)
             loss = torch.zeros(())
             for micro in range(accumulate):
@@ -132,7 +169,8 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
             scaler.update()
         schedule.step()
         averaged.update(net)
-        ema.update_parameters(net)
+        if ema is not None:
+            ema.update_parameters(net)
         if "noisy_tail" in variants:
             torch.rand(1)
         if "mean_loss" in variants:
@@ -144,14 +182,7 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
             break
         if step.committed and "links" in variants:
             write_links(folder, session.rank, step.index)
-        if step.committed:
-            write_loss(folder, session.rank, step.index, loss)
-    digest = session.digest()
-    if "evaluate" in variants:
-        seen = torch.ones(())
-        dist.all_reduce(seen)
-        assert seen.item() == session.world_size
-    (folder / f"digest-{session.rank}.txt").write_text(json.dumps(digest, sort_keys=True))
+        log(step, loss)
 
 
 def misbehave(session: Session, step: Step, variants: set[str]) -> None:

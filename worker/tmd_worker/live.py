@@ -15,7 +15,7 @@ from typing import Any
 
 from tmd.protocol.exits import EXIT_TORN
 from tmd_worker import faults, guard
-from tmd_worker.check.findings import Finding, count
+from tmd_worker.check.findings import Finding
 from tmd_worker.check.untracked import Untracked
 from tmd_worker.core.rank import Boundary
 from tmd_worker.discard import StepDiscarded
@@ -69,10 +69,10 @@ class LiveLoop:
         self._runtime.tell(core.warm_up_ended)
 
     def _complain(self, findings: list[Finding]) -> None:
-        """Errors end the job before its first step; warnings come once, from rank 0."""
-        if count(findings, "error"):
-            lines = [finding.line() for finding in findings if finding.severity == "error"]
-            raise TrackRefused("the script changes state that session.track was not told of\n  " + "\n  ".join(lines))
+        """What is certain ends the job before its first step; the rest is said once, by rank 0."""
+        fatal = [finding.line() for finding in findings if finding.fatal]
+        if fatal:
+            raise TrackRefused("the script changes state that session.track was not told of\n  " + "\n  ".join(fatal))
         if self._runtime.core.rank == 0:
             for finding in findings:
                 _log.warning("%s", finding.line())

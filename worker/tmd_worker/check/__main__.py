@@ -39,9 +39,15 @@ class Reporter:
             report["findings"] = [_as_dict(finding) for finding in findings]
             text = json.dumps(report)
         else:
-            verdict = f"{self._script}: {errors or 'no'} errors, {warnings or 'no'} warnings after {shadow_steps} shadow steps"
+            verdict = (
+                f"{self._script}: {_counted(errors, 'error')}, {_counted(warnings, 'warning')} after {shadow_steps} shadow steps"
+            )
             text = "\n".join([*(finding.text() for finding in findings), verdict])
         print(text, file=self._out, flush=True)
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number or 'no'} {word}{'' if number == 1 else 's'}"
 
 
 def _as_dict(finding: Finding) -> dict[str, Any]:

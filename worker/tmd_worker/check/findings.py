@@ -12,6 +12,8 @@ Severity = Literal["error", "warning"]
 class Finding:
     #: An error: it was seen to change and would be lost. A warning: it is there.
     severity: Severity
+    #: It ends a run before its first step; of other errors the run only warns, since they may be meant so.
+    fatal: bool = False
     #: One of kinds.KINDS, or "refused" (a rule of tmd), or "script" (the script's own failure).
     kind: str
     #: How the script reaches it: `trainer.scaler`. Empty if it is nothing that the script holds.

@@ -106,7 +106,7 @@ def roots(frame: FrameType) -> Iterator[Node]:
 def _variables(frame: FrameType) -> Iterator[Node]:
     code = frame.f_code
     first_line = 0 if code.co_name == "<module>" else code.co_firstlineno
-    for name, value in list(frame.f_locals.items()):
+    for name, value in places.variables_of(frame).items():
         yield Node(value, name, place=functools.partial(places.line_of_local, code.co_filename, first_line, name))
     if first_line:
         for name, value in list(frame.f_globals.items()):
@@ -186,7 +186,7 @@ class Walk:
             yield from (Node(part, node.path, node) for part in gc.get_referents(obj))
         elif issubclass(cls, GeneratorType):
             if obj.gi_frame is not None and not obj.gi_running:
-                yield from (Node(value, f"{node.path}.{name}", node) for name, value in obj.gi_frame.f_locals.items())
+                yield from (Node(value, f"{node.path}.{name}", node) for name, value in places.variables_of(obj.gi_frame).items())
         elif issubclass(cls, (FunctionType, MethodType, functools.partial)):
             yield from _of_callable(node)
         elif not issubclass(cls, (torch.Tensor, Optimizer, LRScheduler)) and not _is_closed(cls):

@@ -17,13 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from tmd_worker.check import places
 from tmd_worker.state import generators, tree
 from tmd_worker.state.errors import StateError
 from tmd_worker.state.tensors import to_bytes
 
-#: Of a larger tensor as many bytes are compared, spread over the whole of it.
-MOST_BYTES = 64 << 20
-_SAMPLES = 1 << 20
+#: Of a larger tensor a sample is compared, spread over the whole of it: what trains or averages changes all of it.
+MOST_BYTES = 4 << 20
+_SAMPLES = 1 << 16
 _COUNTING_ITERATORS: tuple[type, ...] = (type(iter(())), type(iter([])), type(iter(range(0))))
 
 
@@ -38,8 +39,8 @@ class Kind:
     fingerprint: Callable[[Any], bytes]
     #: Whether it is worth a warning although it did not change.
     matters: Callable[[Any], bool] = lambda _: True
-    #: Whether one that a shadow step has made, and that is still there, is an error too.
-    lasts: bool = True
+    #: It is hardly ever meant to be lost: when it changes, a run ends before its first step.
+    sure: bool = True
 
 
 # ---------------------------------------------------------------- fingerprints
@@ -102,7 +103,7 @@ def _of_iterator(iterator: Any) -> bytes:
     frame = iterator.gi_frame
     if frame is None:
         return b"ended"
-    numbers = sorted((key, value) for key, value in frame.f_locals.items() if isinstance(value, (int, float, str)))
+    numbers = sorted((key, value) for key, value in places.variables_of(frame).items() if isinstance(value, (int, float, str)))
     return repr((frame.f_lasti, numbers)).encode()
 
 
@@ -120,7 +121,7 @@ _OF_ITS_OWN = (
 MODULE = Kind(
     "module",
     "its parameters and buffers; a joiner would have them as they were built",
-    "{track}",
+    "{track}; " + _SAY_SO,
     lambda module: of_tensors(module_tensors(module)),
     matters=lambda module: any(tensor.requires_grad for tensor in module_tensors(module)),
 )
@@ -142,21 +143,19 @@ GENERATOR = Kind(
     "its position; a joiner would draw other numbers",
     "{track}; " + _SAY_SO,
     lambda generator: _of_state(generators.state_of(generator)),
-    lasts=False,
 )
 LOADER = Kind(
     "loader",
     "the position in the data; samples would be skipped or seen twice",
     "{track} and take batches from step.next_batch({name!r}); " + _SAY_SO,
     lambda _: b"",
-    lasts=False,
 )
 SAMPLER = Kind(
     "sampler",
     "its epoch; a joiner would see samples in another order",
     "track the DataLoader that uses it; " + _SAY_SO,
     _of_sampler,
-    lasts=False,
+    sure=False,
 )
 ITERATOR = Kind(
     "iterator",
@@ -165,16 +164,16 @@ ITERATOR = Kind(
     "load_state_dict) and take batches from step.next_batch(); " + _SAY_SO,
     _of_iterator,
     matters=lambda _: False,
-    lasts=False,
+    sure=False,
 )
-TENSOR = Kind("tensor", "its values", _OF_ITS_OWN, lambda tensor: of_tensors([tensor]), matters=lambda _: False, lasts=False)
+TENSOR = Kind("tensor", "its values", _OF_ITS_OWN, lambda tensor: of_tensors([tensor]), matters=lambda _: False, sure=False)
 TENSORS = Kind(
     "tensors",
     "the tensors in it (averaged weights?)",
     "use torch.optim.swa_utils.AveragedModel and track it, or " + _OF_ITS_OWN,
     _of_collection,
     matters=lambda _: False,
-    lasts=False,
+    sure=False,
 )
 KINDS = (MODULE, OPTIMIZER, SCHEDULER, SCALER, GENERATOR, LOADER, SAMPLER, ITERATOR, TENSOR, TENSORS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import os
 import site
 import sys
@@ -42,6 +43,17 @@ def users_frames(frame: FrameType | None) -> list[FrameType]:
             found.append(frame)
         frame = frame.f_back
     return found[::-1]
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a running or suspended function; of a module its globals.
+
+    Up to Python 3.12 a frame keeps the dict that it was asked for, and with it a step's tensors: it is emptied."""
+    given = frame.f_locals
+    variables = dict(given)
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(given, dict) and sys.gettrace() is None:
+        given.clear()
+    return variables
 
 
 def users_modules() -> Iterator[ModuleType]:

@@ -12,13 +12,15 @@ from typing import Any
 
 from tmd_worker.check import kinds
 from tmd_worker.check.draws import Draws
-from tmd_worker.check.findings import Finding
+from tmd_worker.check.findings import Finding, Severity
 from tmd_worker.check.holdings import Held, Walk, roots
 from tmd_worker.state.tracked import Tracked
 
 _CHANGED = "a {type} that was not tracked changed in the shadow steps"
 _MADE = "a {type} that was not tracked was made in a shadow step and stays"
 _DRAWN = "a {type} that was not tracked is drawn from in one step after another"
+#: A script builds these once; other kinds are made for the length of a step, too.
+_BUILT = (kinds.MODULE, kinds.OPTIMIZER, kinds.SCHEDULER, kinds.SCALER)
 _THERE = "a {type} that was not tracked; it did not change in the shadow steps"
 
 
@@ -43,26 +45,26 @@ class Untracked:
         """Nothing tracked has been put back yet. Without `frame` the script's functions are gone: an exception left them."""
         self._after = {id(held.obj): held.fingerprint() for held in self._held}
         if frame is not None:
-            self._made = [held for held in self._walk(frame) if held.kind.lasts and id(held.obj) not in self._before]
+            self._made = [held for held in self._walk(frame) if held.kind in _BUILT and id(held.obj) not in self._before]
 
     def findings(self, *, restored: bool) -> list[Finding]:
         """Errors first. `restored`: everything tracked has been put back since."""
         found = [finding for held in self._held if (finding := self._finding(held, restored)) is not None]
-        found += [_finding_of(held, _MADE, severe=True) for held in self._made]
+        found += [_finding_of(held, _MADE, severity="error") for held in self._made]
         return sorted(found, key=lambda finding: finding.severity)
 
     def _finding(self, held: Held, restored: bool) -> Finding | None:
         if held.kind is kinds.LOADER and self.draws.carried(held.obj):
-            return _finding_of(held, _DRAWN, severe=True)
+            return _finding_of(held, _DRAWN, severity="error", fatal=True)
         if held.kind is kinds.ITERATOR and self._of_a_loader(held.obj):
             return None
         before, after = self._before[id(held.obj)], self._after.get(id(held.obj), b"")
         now = held.fingerprint() if restored else after
         if now != before:
-            return _finding_of(held, _CHANGED, severe=True)
+            return _finding_of(held, _CHANGED, severity="error", fatal=held.kind.sure)
         if after != before:
             return None  # it changed and is back: something tracked covers it
-        return _finding_of(held, _THERE, severe=False) if held.matters() else None
+        return _finding_of(held, _THERE, severity="warning") if held.matters() else None
 
     def _of_a_loader(self, iterator: Any) -> bool:
         """One of a loader that is named itself."""
@@ -93,12 +95,13 @@ def _type_of(held: Held) -> str:
     return f"{cls.__name__} (an iterator)" if held.kind is kinds.ITERATOR else cls.__name__
 
 
-def _finding_of(held: Held, what: str, *, severe: bool) -> Finding:
+def _finding_of(held: Held, what: str, *, severity: Severity, fatal: bool = False) -> Finding:
     name = held.node.path
     argument = re.sub(r"\W+", "_", name).strip("_") or "it"
     track = f"session.track({argument}={name})"
     return Finding(
-        severity="error" if severe else "warning",
+        severity=severity,
+        fatal=fatal,
         kind=held.kind.name,
         name=name,
         what=what.format(type=_type_of(held)),
