@@ -12,6 +12,7 @@ import torch.distributed._functional_collectives as functional
 
 from tests.transport.mesh import Node, mesh, together
 from tests.transport.ranks import Rank, run_ranks
+from tmd_worker.transport.topology import branch, next_hop
 
 DTYPES = [
     torch.float32,
@@ -239,18 +240,94 @@ def test_links_follow_the_algorithms_and_are_no_full_mesh() -> None:
     assert votes == {0: [1, 2], 1: [0, 3, 4], 2: [0, 5, 6], 3: [1, 7], 4: [1], 5: [2], 6: [2], 7: [3]}
 
 
+def exchanged(node: Node) -> list[float]:
+    size = node.world.size()
+    output = torch.zeros(size)
+    node.world.all_to_all_single(output, torch.arange(float(size)) + 10 * node.rank, [], []).wait()
+    return output.tolist()
+
+
+def test_an_all_to_all_opens_a_link_between_any_two_members_once() -> None:
+    with mesh(5) as made:
+        assert "world#direct" not in made.nodes[0].fabric.links()
+        for _ in range(2):
+            assert together(made.nodes, exchanged) == [[10.0 * sender + rank for sender in range(5)] for rank in range(5)]
+        links = {node.rank: sorted(node.fabric.links()["world#direct"]) for node in made.nodes}
+    assert links == {rank: [peer for peer in range(5) if peer != rank] for rank in range(5)}
+
+
+def test_gather_scatter_and_reduce_need_no_links_of_their_own() -> None:
+    with mesh(7) as made:
+        before = {node.rank: node.fabric.links() for node in made.nodes}
+
+        def body(node: Node) -> list[float]:
+            own, room = torch.full((2,), float(node.rank)), torch.zeros(2)
+            outputs = [torch.zeros(2) for _ in range(7)]
+            node.world.gather([outputs] if node.rank == 5 else [], [own], rooted_at(dist.GatherOptions(), 5)).wait()
+            node.world.scatter([room], [outputs] if node.rank == 5 else [], rooted_at(dist.ScatterOptions(), 5)).wait()
+            node.world.reduce([own], rooted_at(dist.ReduceOptions(), 4)).wait()
+            return [room[0].item(), own[0].item()]
+
+        assert together(made.nodes, body) == [[float(rank), 21.0 if rank == 4 else float(rank)] for rank in range(7)]
+        assert {node.rank: node.fabric.links() for node in made.nodes} == before
+
+
+def rooted_at(options: Any, root: int) -> Any:
+    options.rootRank = root
+    return options
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+@pytest.mark.parametrize("root", [0, 1])
+def test_of_a_gather_every_link_carries_only_what_belongs_behind_it(size: int, root: int) -> None:
+    """Counted in frames: a member sends its own block and those of its branch, and nothing comes back."""
+    with mesh(size) as made:
+
+        def body(node: Node) -> tuple[int, int]:
+            table = node.world._group.table
+            assert table is not None
+            outputs = [torch.zeros(3) for _ in range(size)] if node.rank == root else []
+            node.world.gather([outputs] if outputs else [], [torch.ones(3)], rooted_at(dist.GatherOptions(), root)).wait()
+            return sum(link.state.sent for link in table.links.values()), sum(
+                link.state.received for link in table.links.values()
+            )
+
+        frames = together(made.nodes, body)
+    sent = [count for count, _ in frames]
+    assert sent[root] == 0
+    assert frames[root][1] == size - 1
+    for rank in range(size):
+        if rank != root:
+            assert sent[rank] == len(branch(rank, size, next_hop(rank, root)))
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda world: world.alltoall([torch.ones(1)], [torch.ones(1)]), "alltoall"),
-        (lambda world: world.recv_anysource([torch.ones(1)], 0), "recv_anysource"),
-        (lambda world: world.allreduce([torch.ones(1, dtype=torch.int32)], options("BAND")), "BAND"),
+        (lambda world: world.split_group([0]), "split_group"),
+        (lambda world: world.allreduce([torch.ones(1)], options("BAND")), "BAND needs integers"),
+        (lambda world: world.allreduce([torch.ones(1).to(torch.float8_e4m3fn)], options("SUM")), "float8_e4m3fn"),
+        (lambda world: world.allreduce([torch.ones(1)], dist._make_nccl_premul_sum(2.0)), "PREMUL_SUM"),
+        (lambda world: world.broadcast([torch.ones(1)], 1), "root 1"),
+        (
+            lambda world: world.allgather([[torch.ones(1), torch.ones(1)]], [torch.ones(1)]),
+            "one tensor for each of the 1 members",
+        ),
+        (lambda world: world.all_gather_single(torch.ones(3), torch.ones(2)), "needs an output of 2, got 3"),
+        (lambda world: world.reduce_scatter([torch.ones(3)], [[torch.ones(2)]]), "has 2 elements of torch.float32, its output 3"),
+        (lambda world: world.alltoall([torch.ones(2)], [torch.ones(3)]), "does not fit"),
+        (
+            lambda world: world.all_to_all_single(torch.ones(3), torch.ones(3), [2], [3]),
+            "output splits \\[2\\] do not cut 3 rows",
+        ),
+        (lambda world: world.recv([torch.ones(1)], 5, 0), "5 is no rank"),
+        (lambda world: world.recv_anysource([torch.ones(1)], -2), "a tag must not be negative"),
         (lambda world: world.allreduce([torch.ones(1, dtype=torch.int32)], options("AVG")), "AVG needs floating point"),
         (lambda world: world.allreduce([torch.ones(2).to_sparse()], options("SUM")), "dense CPU tensors"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(call: Any, name: str) -> None:
-    with mesh(1) as made, pytest.raises((NotImplementedError, TypeError), match=name):
+    with mesh(1) as made, pytest.raises((NotImplementedError, TypeError, ValueError), match=name):
         call(made.nodes[0].world)
 
 

@@ -102,6 +102,85 @@ def test_without_a_recording_everybody_seems_to_have_passed_what_this_one_passed
         ]
 
 
+def exchanges(rank: Rank) -> list[Any]:
+    """Parts for each and from each, objects from one to the next, a message from anybody."""
+    me, size = rank.rank, rank.size
+    parts = [torch.tensor([10 * me + other]) for other in range(size)]
+    listed = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_to_all(listed, parts)
+    single = torch.empty(size)
+    dist.all_to_all_single(single, torch.arange(float(size)) + 100 * me)
+    shard = torch.empty(1)
+    dist.reduce_scatter(shard, [torch.tensor([float(other)]) for other in range(size)])
+    part = torch.empty(1)
+    dist.scatter(part, [torch.tensor([7.0 + other]) for other in range(size)] if me == 0 else None, src=0)
+    objects: list[Any] = [None, None]
+    if me == 0:
+        for other in range(1, size):
+            dist.send_object_list([{"for": other}, "x" * other], other)
+    else:
+        dist.recv_object_list(objects, 0)
+    message = torch.empty(2, dtype=torch.int64)
+    if me == size - 1:
+        for _ in range(size - 1):
+            sender = dist.recv(message, tag=1)
+            assert 0 <= sender < size
+            assert sender != me
+    else:
+        dist.send(torch.full((2,), 50), size - 1, tag=1)
+    values = [[t.item() for t in listed], single.tolist(), shard.tolist(), part.tolist()]
+    return [*values, objects, message.tolist() if me == size - 1 else None]
+
+
+def test_a_standby_exchanges_what_the_live_ranks_exchanged() -> None:
+    def live(rank: Rank) -> Any:
+        rank.fabric.start_recording()
+        answers = exchanges(rank)
+        return answers, rank.fabric.stop_recording().to_bytes()
+
+    def standby(rank: Rank) -> Any:
+        rank.fabric.sandbox = True
+        rank.fabric.rehearse(BuildRecording.from_bytes(recorded))
+        return exchanges(rank)
+
+    answers, recorded = run_ranks(3, live)[2]
+    assert answers == [
+        [2, 12, 22],
+        [2.0, 102.0, 202.0],
+        [6.0],
+        [9.0],
+        [{"for": 2}, "xx"],
+        [50, 50],
+    ]
+    assert run_ranks(3, lambda rank: standby(rank) if rank.rank == 2 else None)[2] == answers
+
+
+def test_without_a_recording_what_is_exchanged_is_made_of_what_this_one_passed() -> None:
+    def body(rank: Rank) -> Any:
+        rank.fabric.sandbox = True
+        made = exchanges(rank)
+        rows = torch.full((2,), -1)
+        for_others = [1 if other != rank.rank else 0 for other in range(3)]
+        dist.all_to_all_single(rows, torch.tensor([4, 5]), for_others, for_others)
+        nothing = torch.full((2,), -1)
+        dist.all_to_all_single(nothing, torch.empty(0, dtype=torch.int64), [0, 2, 0] if rank.rank != 1 else [2, 0, 0], [0] * 3)
+        bits = torch.tensor([6, 7])
+        for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+            dist.all_reduce(bits, op)
+        with dist._coalescing_manager(device=torch.device("cpu")):  # type: ignore[attr-defined]
+            dist.broadcast(bits, 0)
+        return [made, rows.tolist(), nothing.tolist(), bits.tolist()]
+
+    for me, (made, rows, nothing, bits) in enumerate(run_ranks(3, body)):
+        assert made[:3] == [[11 * me] * 3, [101.0 * me] * 3, [3.0 * me]]
+        assert made[3] == ([7.0] if me == 0 else [1.0])
+        assert made[4] == [None, None]
+        assert made[5] == ([1, 1] if me == 2 else None)
+        assert set(rows) <= {4, 5}
+        assert nothing == [1, 1]
+        assert bits == [6, 7]
+
+
 def test_the_sandbox_reaches_nobody() -> None:
     def body(rank: Rank) -> Any:
         if rank.rank == 1:

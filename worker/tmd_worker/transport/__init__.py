@@ -3,8 +3,10 @@
 From the bottom up:
 - `wire` (frames), `link` (one connection), `exchange` (both directions at once), `watcher` (who hung up);
 - `handshake`, `listener`, `dialing`, `tables`, `ports` (who may connect, and to what), `opening`, `epochs` (many links at once);
-- `topology`, `tensors`, `collectives` (algorithms), `group` (a thread and the links of one process group), `pairs` (send/recv);
+- `topology`, `tensors`, `collectives` and `rooted` (algorithms), `group` (a thread and the links of one process group);
+- `mailbox`, `channel`, `pairs` (send/recv, and the links between any two members);
 - `vote` and `buddy` (the commit vote, the records of small state);
 - `work`, `calls`, `sandbox`, `recording` (what becomes of a call: sent, local, replayed or refused);
-- `fabric` (all of it, per process; `events`: what it tells the runtime), `process`, `shell` (what PyTorch sees).
+- `fabric` (all of it, per process; `events`: what it tells the runtime), `process`;
+- `calling`, and on it `reducing`, `moving`, `messaging` (the calls of PyTorch by family), `shell` (the process group made of them).
 """

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import enum
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +27,12 @@ _REMEDY = (
 )
 
 
+class Counted(enum.Enum):
+    COLLECTIVE = enum.auto()
+    RECEIVE = enum.auto()
+    NOT = enum.auto()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
     """One call of a process group's method."""
@@ -38,8 +47,10 @@ class Call:
     dispatch: Callable[[Operation, LinkTable], None]
     #: Writes valid values without any peer.
     local: Callable[[], None]
-    #: It is counted, so that its answer can be recorded and replayed.
-    collective: bool = True
+    #: Its answer can be recorded and replayed: it counts among the group's collectives, its receives, or not at all (a send).
+    counted: Counted = Counted.COLLECTIVE
+    #: Group rank of the sender that a receive from any names when there is no peer.
+    source: int = -1
 
 
 class Calls:
@@ -54,6 +65,8 @@ class Calls:
         #: Has the answers that sandboxed collectives give.
         self.rehearsal: BuildRecording | None = None
         self._log_only = 0
+        #: How many receives each group has seen.
+        self._receives: dict[str, itertools.count[int]] = collections.defaultdict(itertools.count)
 
     @contextlib.contextmanager
     def log_only(self) -> Iterator[None]:
@@ -71,10 +84,9 @@ class Calls:
             raise StepDiscarded(f"{call.name} was called in a step whose links are closed")
         if admission is Admission.AFTER_VOTE:
             raise RuntimeError(_REMEDY.format(name=call.name))
-        work = TmdWork(call.result, lambda: self._complaint(call.name))
+        work = TmdWork(call.result, lambda: self._complaint(call.name), call.source)
         operation = Operation(call.name, call.outputs, call.local, work, log_only)
-        if call.collective:
-            operation.index = call.group.next_index()
+        self._count(call, operation)
         if admission is Admission.PROCEED:
             table = call.group.table
             if table is None:
@@ -82,7 +94,7 @@ class Calls:
             else:
                 call.dispatch(operation, table)
         elif admission is Admission.SANDBOX:
-            if not self._replayed(call, operation):
+            if not self._replayed(operation):
                 operation.complete_locally()
         else:
             operation.discard_quietly()
@@ -104,11 +116,18 @@ class Calls:
             return RuntimeError(_REMEDY.format(name=f"the wait for {name}"))
         return StepDiscarded(f"a link broke during {name}")
 
-    def _replayed(self, call: Call, operation: Operation) -> bool:
+    def _count(self, call: Call, operation: Operation) -> None:
+        if call.counted is Counted.COLLECTIVE:
+            operation.series, operation.index = call.group.name, call.group.next_index()
+        elif call.counted is Counted.RECEIVE:
+            operation.series = f"{call.group.name}#received"
+            operation.index = next(self._receives[operation.series])
+
+    def _replayed(self, operation: Operation) -> bool:
         rehearsal = self.rehearsal
-        if rehearsal is None or not call.collective:
+        if rehearsal is None or not operation.series:
             return False
-        if not rehearsal.replay(call.group.name, operation.index, call.name, call.outputs):
+        if not rehearsal.replay(operation.series, operation.index, operation.name, operation.outputs):
             return False
         operation.complete()
         return True

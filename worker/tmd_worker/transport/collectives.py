@@ -1,18 +1,21 @@
-"""The algorithms, on the links of one group. They work on tensors in place and run in the group's thread.
+"""The algorithms in which all members do the same, on the links of one group. They work on tensors in place and run in the
+group's thread. Those with a root are in `rooted`.
 
-The order of summation depends on the number of members and the size of the message alone: small ones are combined up the
-tree (children in order of rank), large ones around the ring, where segment s is summed in the order s+1, s+2, …, s.
+The order of summation depends on the number of members and the size of the message alone. Small ones are combined up the tree:
+every member adds its children's sums to its own value, in order of rank. Large ones go around the ring, where segment s is summed
+in the order s+1, s+2, …, s; so do the blocks of a reduce-scatter, whatever their size.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tmd_worker.core.ballot import tree_children, tree_parent
+from tmd_worker.transport import native
 from tmd_worker.transport.exchange import exchange
 from tmd_worker.transport.link import Link
 from tmd_worker.transport.tensors import (
@@ -26,7 +29,6 @@ from tmd_worker.transport.tensors import (
     put_back,
     size_bytes,
 )
-from tmd_worker.transport.topology import next_hop, tree_neighbours
 from tmd_worker.transport.wire import MAX_PAYLOAD_BYTES, Kind
 
 _NOTHING = memoryview(b"")
@@ -54,6 +56,8 @@ class LinkTable:
 
 def barrier(table: LinkTable) -> None:
     """Nobody leaves before everybody has come."""
+    if native.barrier(table):
+        return
     children = tree_children(table.rank, table.size)
     parent = tree_parent(table.rank)
     for child in children:
@@ -70,28 +74,13 @@ def allreduce(table: LinkTable, tensor: Tensor, kind: Reduction) -> None:
     total = flat(tensor)
     if table.size > 1 and total.numel():
         if size_bytes(total) <= SMALL_BYTES:
-            _tree_allreduce(table, total, kind)
+            combine_up(table, total, kind)
+            _hand_down(table, byte_view(total))
         else:
-            segments = _segments(total, table.size)
-            _ring_reduce(table, segments, kind)
-            finish(kind, segments[table.rank], table.size)
+            segments = ring_segments(total, table.size)
+            ring_reduce(table, segments, kind)
             _ring_gather(table, [byte_view(segment) for segment in segments])
     put_back(total, tensor)
-
-
-def broadcast(table: LinkTable, tensor: Tensor, root: int) -> None:
-    """Frame by frame along the tree, which spans the group whoever is the root."""
-    data = flat(tensor)
-    neighbours = sorted(tree_neighbours(table.rank, table.size))
-    source = None if table.rank == root else next_hop(table.rank, root)
-    for piece in _frames(byte_view(data)):
-        if source is not None:
-            table.links[source].receive(Kind.DATA, table.epoch, piece)
-        for neighbour in neighbours:
-            if neighbour != source:
-                table.links[neighbour].send(Kind.DATA, table.epoch, piece)
-    if source is not None:
-        put_back(data, tensor)
 
 
 def allgather(table: LinkTable, outputs: Sequence[Tensor], own: Tensor) -> None:
@@ -106,31 +95,45 @@ def allgather(table: LinkTable, outputs: Sequence[Tensor], own: Tensor) -> None:
 def reduce_scatter(table: LinkTable, output: Tensor, blocks: Sequence[Tensor], kind: Reduction) -> None:
     """output = the reduction of everybody's blocks[own rank]. The blocks are overwritten."""
     own = blocks[table.rank]
-    _ring_reduce(table, blocks, kind)
-    finish(kind, own, table.size)
+    ring_reduce(table, blocks, kind)
     output.detach().copy_(own.view(output.shape))
 
 
-def _tree_allreduce(table: LinkTable, total: Tensor, kind: Reduction) -> None:
-    view = byte_view(total)
-    children = tree_children(table.rank, table.size)
-    parent = tree_parent(table.rank)
-    for child in children:
-        part = table.links[child].receive_small(Kind.DATA, table.epoch, len(view))
+def alltoall(table: LinkTable, links: Mapping[int, Link], outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
+    """incoming[i] = what member i passed as outgoing[own rank]. `links` leads to every other member, by group rank."""
+    rank, size = table.rank, table.size
+    incoming[rank][:] = outgoing[rank]
+    for distance in range(1, size):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        exchange(links[to], frames(outgoing[to]), links[source], frames(incoming[source]), table.epoch)
+
+
+def combine_up(table: LinkTable, total: Tensor, kind: Reduction) -> None:
+    """Afterwards member 0 has the reduction; the others hold partial sums."""
+    for child in tree_children(table.rank, table.size):
+        part = table.links[child].receive_small(Kind.DATA, table.epoch, size_bytes(total))
         combine(kind, total, from_bytes(part, total.dtype))
+    parent = tree_parent(table.rank)
     if parent is None:
         finish(kind, total, table.size)
     else:
-        table.links[parent].send(Kind.DATA, table.epoch, view)
-        view[:] = table.links[parent].receive_small(Kind.DATA, table.epoch, len(view))
-    for child in children:
-        table.links[child].send(Kind.DATA, table.epoch, view)
+        table.links[parent].send(Kind.DATA, table.epoch, byte_view(total))
 
 
-def _ring_reduce(table: LinkTable, segments: Sequence[Tensor], kind: Reduction) -> None:
+def _hand_down(table: LinkTable, data: memoryview) -> None:
+    """From member 0 to everybody."""
+    parent = tree_parent(table.rank)
+    if parent is not None:
+        data[:] = table.links[parent].receive_small(Kind.DATA, table.epoch, len(data))
+    for child in tree_children(table.rank, table.size):
+        table.links[child].send(Kind.DATA, table.epoch, data)
+
+
+def ring_reduce(table: LinkTable, segments: Sequence[Tensor], kind: Reduction) -> None:
     """Afterwards segment `rank` is complete here; the others hold partial sums."""
     rank, size = table.rank, table.size
     if size == 1:
+        finish(kind, segments[rank], size)
         return
     following, previous = table.links[(rank + 1) % size], table.links[(rank - 1) % size]
     dtype = segments[0].dtype
@@ -147,22 +150,23 @@ def _ring_reduce(table: LinkTable, segments: Sequence[Tensor], kind: Reduction) 
             combine(kind, pieces[number], scratch[: pieces[number].numel()])
 
         incoming = [room[: size_bytes(piece)] for piece in pieces]
-        exchange(following, _frames(byte_view(outgoing)), previous, incoming, table.epoch, add)
+        exchange(following, frames(byte_view(outgoing)), previous, incoming, table.epoch, add)
+    finish(kind, segments[rank], size)
 
 
 def _ring_gather(table: LinkTable, blocks: Sequence[memoryview]) -> None:
     """Every member has its own block; afterwards everybody has all."""
     rank, size = table.rank, table.size
-    if size == 1:
+    if size == 1 or native.ring_gather(table, blocks):
         return
     following, previous = table.links[(rank + 1) % size], table.links[(rank - 1) % size]
     for turn in range(size - 1):
-        outgoing = _frames(blocks[(rank - turn) % size])
-        incoming = _frames(blocks[(rank - turn - 1) % size])
+        outgoing = frames(blocks[(rank - turn) % size])
+        incoming = frames(blocks[(rank - turn - 1) % size])
         exchange(following, outgoing, previous, incoming, table.epoch)
 
 
-def _segments(total: Tensor, size: int) -> list[Tensor]:
+def ring_segments(total: Tensor, size: int) -> list[Tensor]:
     """`size` pieces, the last ones shorter or empty."""
     elements = total.numel()
     each = -(-elements // size)
@@ -170,6 +174,6 @@ def _segments(total: Tensor, size: int) -> list[Tensor]:
     return [total[min(i * each, elements) : min((i + 1) * each, elements)] for i in range(size)]
 
 
-def _frames(data: memoryview) -> list[memoryview]:
+def frames(data: memoryview) -> list[memoryview]:
     """At most 1 MiB each; none for no data."""
     return [data[start : start + MAX_PAYLOAD_BYTES] for start in range(0, len(data), MAX_PAYLOAD_BYTES)]

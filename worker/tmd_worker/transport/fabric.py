@@ -166,8 +166,7 @@ class Fabric:
                 with self._attempting(attempt):
                     links.open_for([group], self._ports.opener, attempt)
             except LinkError as error:
-                if not self.is_closed(links.epoch):
-                    self._events.link_broken(links.epoch, error.peer, orderly=True, reason=str(error))
+                self.opening_failed(links.epoch, error)
                 if self.is_closed(links.epoch):
                     raise StepDiscarded(f"a link broke while group {group.name} was being made") from None
                 raise
@@ -207,6 +206,7 @@ class Fabric:
             del self._staged[plan.plan_id]
             after, replaced = before.succeed(staged, leavers)
             replaced += self.pairs.switch(epoch, leavers)
+            self._ports.inbox.flip(before.epoch, epoch)
             self._replaced += replaced
             for link in replaced:
                 link.ignored = True
@@ -406,6 +406,11 @@ class Fabric:
         link = links.links[label][peer]
         self._watcher.add(link)
         return link
+
+    def opening_failed(self, epoch: int, error: LinkError) -> None:
+        """Tells the runtime that a link of this epoch could not be opened, unless the epoch is over."""
+        if not self.is_closed(epoch):
+            self._events.link_broken(epoch, error.peer, orderly=True, reason=str(error))
 
     def _guarded(self, body: Callable[[], None]) -> None:
         try:

@@ -113,10 +113,13 @@ class Inbox:
         self._changed = threading.Condition()
         self._sockets: dict[tuple[str, int, int, str], socket.socket] = {}
         self._closed_epoch = -1
+        #: The last flip: (epoch before, epoch after).
+        self._flip = (-1, -1)
 
     def put(self, sock: socket.socket, hello: Hello) -> None:
         with self._changed:
-            key = (hello.group, hello.epoch, hello.rank, hello.incarnation)
+            before, after = self._flip
+            key = (hello.group, after if hello.epoch == before else hello.epoch, hello.rank, hello.incarnation)
             useless = self._sockets.pop(key, None)
             if hello.epoch > self._closed_epoch:
                 self._sockets[key] = sock
@@ -141,6 +144,15 @@ class Inbox:
                     )
                 self._changed.wait(left_s)
             return self._sockets.pop(key)
+
+    def flip(self, before: int, after: int) -> None:
+        """What a stayer has dialed, or is dialing, under the old number counts under the new one."""
+        with self._changed:
+            self._flip = (before, after)
+            for group, _, rank, incarnation in [key for key in self._sockets if key[1] == before]:
+                sock = self._sockets.pop((group, before, rank, incarnation))
+                self._sockets.setdefault((group, after, rank, incarnation), sock)
+            self._changed.notify_all()
 
     def wake(self) -> None:
         """Whoever waits looks again at whether it was cancelled."""

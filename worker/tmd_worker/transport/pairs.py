@@ -1,212 +1,191 @@
-"""send/recv between two members of a group, over a link of its own that is opened when it is first used.
+"""Links between any two members of a group, opened when they are first used: for send/recv, and for all-to-all.
 
-Each direction has a thread, so that two ranks that both send first do not wait for each other. Messages carry a tag; one
-that comes before its receive is kept aside.
+Contract: what was called ends, whatever becomes of the epoch. Who has posted a receive from any sender has links to all members
+of the group afterwards, and so has everybody after an all-to-all; otherwise there are links only between those who talk.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
-import queue
-import struct
 import threading
-from collections.abc import Callable
-from typing import Protocol
 
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 
-from tmd_worker.transport.dialing import Cancelled
-from tmd_worker.transport.group import Group, Guard, Refused, execute
-from tmd_worker.transport.link import Link, LinkEnded
+from tmd_worker.transport.channel import Channel, PairHost, deliver
+from tmd_worker.transport.collectives import LinkTable
+from tmd_worker.transport.dialing import LinkError
+from tmd_worker.transport.group import Group
+from tmd_worker.transport.link import Link
+from tmd_worker.transport.mailbox import Mailbox, MailboxClosed, Receive, deadline_after
 from tmd_worker.transport.opening import Attempt
-from tmd_worker.transport.tensors import byte_view, flat, put_back, size_bytes
-from tmd_worker.transport.wire import MAX_PAYLOAD_BYTES, Kind
 from tmd_worker.transport.work import Operation
 
-#: In front of every message: tag, size.
-_PREFIX = struct.Struct("!qQ")
-#: Messages kept aside for a later receive, all tags together.
-MAX_ASIDE_BYTES = 256 << 20
 
+class GroupPairs:
+    """One group, from one epoch on. Members are named by their group ranks."""
 
-class PairHost(Guard, Protocol):
-    """What channels need of the fabric."""
-
-    def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt) -> Link:
-        """Blocks until the peer wants to talk too. Raises LinkError or Cancelled."""
-
-
-class PairChannel:
-    """One peer in one group, from one epoch on. `open_link` blocks until the peer wants to talk too."""
-
-    def __init__(self, guard: Guard, name: str, epoch: int, open_link: Callable[[], Link]) -> None:
-        self._guard = guard
-        self._name = name
+    def __init__(self, host: PairHost, group: Group, epoch: int) -> None:
+        self._host = host
+        self._group = group
         self.epoch = epoch
-        self._open_link = open_link
         self._lock = threading.Lock()
-        self._opening = threading.Lock()
-        self.link: Link | None = None
-        self._queues: dict[str, queue.SimpleQueue[tuple[Operation, Tensor, int] | None]] = {}
-        self._aside: dict[int, collections.deque[bytearray]] = collections.defaultdict(collections.deque)
-        self._aside_bytes = 0
+        self._others = frozenset(range(group.size)) - {group.rank}
+        self._mailbox = Mailbox(self._others)
+        self._channels: dict[int, Channel] = {}
+        self._direct: dict[int, Link] = {}
+        #: What waits for a peer to dial.
+        self._waiting: set[Attempt] = set()
 
-    def send(self, operation: Operation, tensor: Tensor, tag: int) -> None:
-        self._put("send", self._send_one, (operation, tensor, tag))
+    # ---------------------------------------------------------------- send/recv
 
-    def receive(self, operation: Operation, tensor: Tensor, tag: int) -> None:
-        self._put("receive", self._receive_one, (operation, tensor, tag))
+    def send(self, operation: Operation, tensor: Tensor, place: int, tag: int) -> None:
+        self.channel(place).send(operation, tensor, tag)
 
-    def end_threads(self) -> None:
-        with self._lock:
-            for waiting in self._queues.values():
-                waiting.put(None)
-
-    def _put(self, way: str, run_one: Callable[[Link, Tensor, int], None], item: tuple[Operation, Tensor, int]) -> None:
-        with self._lock:
-            waiting = self._queues.get(way)
-            if waiting is None:
-                waiting = self._queues[way] = queue.SimpleQueue()
-                self._guard.spawn(f"{way}-{self._name}", lambda: self._run(self._queues[way], run_one))
-        waiting.put(item)
-
-    def _run(
-        self,
-        waiting: queue.SimpleQueue[tuple[Operation, Tensor, int] | None],
-        run_one: Callable[[Link, Tensor, int], None],
-    ) -> None:
-        while (item := waiting.get()) is not None:
-            operation, tensor, tag = item
-            action = functools.partial(self._run_one, run_one, tensor, tag)
-            execute(self._guard, operation, self.epoch, action)
-
-    def _run_one(self, run_one: Callable[[Link, Tensor, int], None], tensor: Tensor, tag: int) -> None:
-        run_one(self._opened(), tensor, tag)
-
-    def _opened(self) -> Link:
-        """Whichever direction comes first opens it."""
-        with self._opening:
-            if self.link is None:
-                self.link = self._open_link()
-                if self._guard.is_closed(self.epoch):
-                    self.link.shut()
-                    raise Cancelled(f"epoch {self.epoch} was closed while the link was being opened")
-            return self.link
-
-    def go_on(self, epoch: int) -> None:
-        """The same link, in the epoch after a flip."""
-        self.epoch = epoch
-        if self.link is not None:
-            self.link.epoch = epoch
-
-    def _send_one(self, link: Link, tensor: Tensor, tag: int) -> None:
-        data = byte_view(flat(tensor))
-        link.send(Kind.MESSAGE, link.epoch, _PREFIX.pack(tag, len(data)))
-        for start in range(0, len(data), MAX_PAYLOAD_BYTES):
-            link.send(Kind.DATA, link.epoch, data[start : start + MAX_PAYLOAD_BYTES])
-
-    def _receive_one(self, link: Link, tensor: Tensor, tag: int) -> None:
-        target = flat(tensor)
-        link.hold()
+    def receive(self, operation: Operation, tensor: Tensor, place: int | None, tag: int) -> None:
+        """`place` None: from whoever sends first."""
+        receive = Receive(operation, tensor, tag, place, deadline_after(self._group.timeout_s))
         try:
-            kept = self._aside[tag].popleft() if self._aside[tag] else None
-            if kept is not None:
-                self._aside_bytes -= len(kept)
-                if len(kept) != size_bytes(target):
-                    raise _size_differs(len(kept), size_bytes(target), tag)
-                byte_view(target)[:] = kept
-            else:
-                self._receive_from(link, byte_view(target), tag)
-        finally:
-            link.release()
-        put_back(target, tensor)
+            message = self._mailbox.post(receive)
+        except MailboxClosed:
+            operation.discard()
+            return
+        if message is not None:
+            deliver(self._host, self.epoch, receive, message)
+        elif self._host.is_closed(self.epoch):
+            self._end(self._mailbox.withdraw(operation.work))  # else close() has seen to it
+        else:
+            for source in self._others if place is None else (place,):
+                self.channel(source).listen()
 
-    def _receive_from(self, link: Link, target: memoryview, tag: int) -> None:
-        """Reads messages until the one with this tag; the others are kept aside."""
-        while True:
-            its_tag, size = self._read_prefix(link, link.receive_header())
-            if its_tag == tag and size == len(target):
-                _read_data(link, target)
-                return
-            if self._aside_bytes + size > MAX_ASIDE_BYTES:
-                raise LinkEnded(link, f"sent more than {MAX_ASIDE_BYTES} bytes with tags that nobody receives")
-            message = bytearray(size)
-            _read_data(link, memoryview(message))
-            if its_tag == tag:
-                raise _size_differs(size, len(target), tag)
-            self._aside[its_tag].append(message)
-            self._aside_bytes += size
+    def withdraw(self, work: Work, reason: str) -> None:
+        """The receive with this work, if it still waits, fails for this reason."""
+        for receive in self._mailbox.withdraw(work):
+            receive.operation.fail(reason)
+
+    def channel(self, place: int) -> Channel:
+        with self._lock:
+            channel = self._channels.get(place)
+            if channel is None:
+                name = f"{self._group.name}-{self._group.ranks[place]}"
+                open_link = functools.partial(self._open, "pair", place)
+                channel = Channel(self._host, name, place, self.epoch, self._mailbox, self._group.timeout_s, open_link)
+                self._channels[place] = channel
+            return channel
+
+    # ---------------------------------------------------------------- all-to-all
+
+    def direct(self, table: LinkTable) -> dict[int, Link]:
+        """A link to every other member, for the group's thread alone. Every member must call it. Raises LinkError or Cancelled.
+
+        Those to lower ranks, which this side dials, come first: so nobody waits in a circle.
+        """
+        for place in sorted(self._others - self._direct.keys()):
+            try:
+                link = self._open("direct", place, table.epoch)
+            except LinkError as error:
+                self._host.opening_failed(table.epoch, error)
+                raise
+            with self._lock:
+                self._direct[place] = link
+            if self._host.is_closed(table.epoch):
+                link.shut()
+        return dict(self._direct)
+
+    def _open(self, use: str, place: int, epoch: int) -> Link:
+        attempt = Attempt(epoch, self._group.timeout_s)
+        waits = place > self._group.rank
+        if waits:
+            with self._lock:
+                self._waiting.add(attempt)
+        try:
+            return self._host.open_pair(self._group, f"{self._group.name}#{use}", self._group.ranks[place], attempt)
+        finally:
+            with self._lock:
+                self._waiting.discard(attempt)
+
+    # ---------------------------------------------------------------- epochs come and go
+
+    def switch(self, epoch: int, leavers: frozenset[int]) -> list[Link]:
+        """Goes on in this epoch without the leavers (global ranks); returns the links to them."""
+        gone = frozenset(place for place in self._others if self._group.ranks[place] in leavers)
+        if gone:
+            for receive in self._mailbox.leave_out(gone):
+                receive.operation.fail("its sender was replaced before it sent anything; receive in the step in which is sent")
+        with self._lock:
+            self.epoch = epoch
+            links = [self._direct.pop(place) for place in gone if place in self._direct]
+            for place in gone & self._channels.keys():
+                channel = self._channels.pop(place)
+                channel.end()
+                links += [channel.link] if channel.link is not None else []
+            for channel in self._channels.values():
+                channel.go_on(epoch)
+            for link in self._direct.values():
+                link.epoch = epoch
+            for attempt in self._waiting:
+                attempt.cancel(f"the job goes on in epoch {epoch}")
+        return links
+
+    def close(self) -> list[Link]:
+        """Everything that was called ends. Returns the links, which the caller closes."""
+        waiting = self._mailbox.close()
+        with self._lock:
+            channels = list(self._channels.values())
+            links = [*self._direct.values(), *(channel.link for channel in channels if channel.link is not None)]
+        for channel in channels:
+            channel.end()
+        self._end(waiting)
+        return links
+
+    def links(self) -> dict[str, dict[int, Link]]:
+        """Label -> peer's global rank -> link."""
+        ranks = self._group.ranks
+        with self._lock:
+            pairs = {ranks[place]: channel.link for place, channel in self._channels.items() if channel.link is not None}
+            direct = {ranks[place]: link for place, link in self._direct.items()}
+        found = {f"{self._group.name}#pair": pairs, f"{self._group.name}#direct": direct}
+        return {label: links for label, links in found.items() if links}
 
     @staticmethod
-    def _read_prefix(link: Link, header: tuple[Kind, int, int, int]) -> tuple[int, int]:
-        kind, epoch, _, size = header
-        if kind is not Kind.MESSAGE or size != _PREFIX.size:
-            raise LinkEnded(link, f"sent a {kind.name} frame of {size} bytes where a message begins")
-        if epoch != link.epoch:
-            raise LinkEnded(link, f"sent a message of epoch {epoch} in epoch {link.epoch}")
-        prefix = bytearray(_PREFIX.size)
-        link.read_payload(memoryview(prefix))
-        tag, message_bytes = _PREFIX.unpack(prefix)
-        return tag, message_bytes
-
-
-def _read_data(link: Link, into: memoryview) -> None:
-    for start in range(0, len(into), MAX_PAYLOAD_BYTES):
-        link.receive(Kind.DATA, link.epoch, into[start : start + MAX_PAYLOAD_BYTES])
-
-
-def _size_differs(sent: int, expected: int, tag: int) -> Refused:
-    return Refused(f"the message with tag {tag} has {sent} bytes, the tensor to receive into {expected}")
+    def _end(receives: list[Receive]) -> None:
+        for receive in receives:
+            receive.operation.discard()
 
 
 class PairBook:
-    """All pair channels of a process, by group and peer; the fabric tells it when epochs change."""
+    """The pairs of all groups of a process; the fabric tells it when epochs change."""
 
     def __init__(self, host: PairHost) -> None:
         self._host = host
         self._lock = threading.Lock()
-        self._channels: dict[tuple[str, int], PairChannel] = {}
+        self._groups: dict[str, GroupPairs] = {}
 
-    def channel(self, group: Group, epoch: int, place: int) -> PairChannel:
-        """The channel to the member with this group rank; made now if it is the first time in this epoch."""
-        peer = group.ranks[place]
-        label = f"{group.name}#pair"
+    def of(self, group: Group, epoch: int) -> GroupPairs:
+        """Those of this group; made now if it is the first time in this epoch."""
         with self._lock:
-            channel = self._channels.get((label, peer))
-            if channel is None:
-                attempt = Attempt(epoch, group.timeout_s)
-                channel = PairChannel(
-                    self._host, f"{label}-{peer}", epoch, lambda: self._host.open_pair(group, label, peer, attempt)
-                )
-                self._channels[label, peer] = channel
-            return channel
+            known = self._groups.get(group.name)
+            if known is not None and known.epoch >= epoch:
+                return known
+            pairs = self._groups[group.name] = GroupPairs(self._host, group, epoch)
+        if known is not None:
+            known.close()  # made by a call that came just after its epoch was closed
+        return pairs
 
     def switch(self, epoch: int, leavers: frozenset[int]) -> list[Link]:
-        """Kept channels go on in this epoch; returns the links to leavers, whose channels end."""
-        replaced = []
+        """The flip: returns the links to leavers, which nobody uses any more."""
         with self._lock:
-            for key, channel in list(self._channels.items()):
-                if key[1] in leavers:
-                    replaced += self._end(key)
-                else:
-                    channel.go_on(epoch)
-        return replaced
+            groups = list(self._groups.values())
+        return [link for pairs in groups for link in pairs.switch(epoch, leavers)]
 
     def close(self, epoch: int) -> list[Link]:
-        """Channels of epochs up to this one end; returns their links."""
+        """The pairs of epochs up to this one end; returns their links."""
         with self._lock:
-            return [link for key in list(self._channels) if self._channels[key].epoch <= epoch for link in self._end(key)]
+            ended = [self._groups.pop(name) for name in list(self._groups) if self._groups[name].epoch <= epoch]
+        return [link for pairs in ended for link in pairs.close()]
 
     def links(self) -> dict[str, dict[int, Link]]:
         """Label -> peer's global rank -> link."""
-        found: dict[str, dict[int, Link]] = {}
-        for (label, peer), channel in list(self._channels.items()):
-            if channel.link is not None:
-                found.setdefault(label, {})[peer] = channel.link
-        return found
-
-    def _end(self, key: tuple[str, int]) -> list[Link]:
-        channel = self._channels.pop(key)
-        channel.end_threads()
-        return [channel.link] if channel.link is not None else []
+        with self._lock:
+            groups = list(self._groups.values())
+        return {label: links for pairs in groups for label, links in pairs.links().items()}

@@ -16,13 +16,13 @@ from tmd_worker.transport.tensors import Reduction
 
 #: What an object collective unpickles to None: the objects of others are not known.
 _NONE_PICKLED = pickle.dumps(None)
-#: Functions of torch.distributed whose non-source ranks pass uninitialised memory to a broadcast or scatter.
-_OBJECT_COLLECTIVES = {"broadcast_object_list", "scatter_object_list"}
-_FRAMES_UP = 8
+#: Functions of torch.distributed whose non-source ranks pass uninitialised memory to a broadcast, scatter or receive.
+_OBJECT_COLLECTIVES = {"broadcast_object_list", "scatter_object_list", "recv_object_list"}
+_FRAMES_UP = 10
 
 
 def reduced(tensor: Tensor, kind: Reduction, members: int) -> None:
-    """The reduction of `members` equal tensors (PRODUCT: left alone, powers would overflow)."""
+    """The reduction of `members` equal tensors. Left alone: a PRODUCT, whose powers would overflow, and BXOR, often all zeros."""
     if kind is Reduction.SUM and tensor.dtype is not torch.bool:
         tensor.detach().mul_(members)
 
@@ -37,6 +37,18 @@ def gathered(outputs: Sequence[Tensor], own: Tensor) -> None:
         elif source.numel():
             repeats = -(-target.numel() // source.numel())
             target.copy_(source.repeat(repeats)[: target.numel()].view(target.shape))
+
+
+def exchanged(outputs: Sequence[Tensor], inputs: Sequence[Tensor], rank: int) -> None:
+    """An all-to-all in which everybody passed the same: what comes is what this one has for itself, for others, or ones."""
+    own = inputs[rank]
+    if not own.numel():
+        own = torch.cat([part.detach().reshape(-1) for part in inputs])
+    for output in outputs:
+        if own.numel():
+            gathered([output], own)
+        else:
+            received(output)
 
 
 def uninitialised() -> bool:

@@ -18,20 +18,36 @@ class Reduction(enum.Enum):
     MIN = enum.auto()
     MAX = enum.auto()
     PRODUCT = enum.auto()
+    BAND = enum.auto()
+    BOR = enum.auto()
+    BXOR = enum.auto()
+
+
+_BITWISE = {Reduction.BAND, Reduction.BOR, Reduction.BXOR}
+_INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool}
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_COMPLEX = {torch.complex64, torch.complex128}
+_SUMS = {Reduction.SUM, Reduction.AVG}
 
 
 def reduction(op: object, tensors: Sequence[Tensor]) -> Reduction:
     """What PyTorch's ReduceOp means here. Raises NotImplementedError or TypeError naming what does not go."""
     name = str(getattr(op, "op", op)).rpartition(".")[2]
     if name not in Reduction.__members__:
-        raise NotImplementedError(f"the reduction {name} is not supported on the tmd backend yet")
+        raise NotImplementedError(f"the reduction {name} is not supported on the tmd backend; scale and sum yourself")
     kind = Reduction[name]
     for tensor in tensors:
-        if kind is Reduction.AVG and not tensor.dtype.is_floating_point:
-            raise TypeError(f"ReduceOp.AVG needs floating point, got {tensor.dtype}; sum and divide yourself")
-        if tensor.dtype.is_complex and kind is not Reduction.SUM:
-            raise TypeError(f"{op} is not defined for {tensor.dtype}")
+        _check_arithmetic(kind, tensor.dtype)
     return kind
+
+
+def _check_arithmetic(kind: Reduction, dtype: torch.dtype) -> None:
+    if kind is Reduction.AVG and dtype in _INTEGERS:
+        raise TypeError(f"ReduceOp.AVG needs floating point, got {dtype}; sum and divide yourself")
+    if kind in _BITWISE and dtype not in _INTEGERS:
+        raise TypeError(f"ReduceOp.{kind.name} needs integers or bool, got {dtype}")
+    if dtype not in _INTEGERS | _FLOATS and not (dtype in _COMPLEX and kind in _SUMS):
+        raise TypeError(f"ReduceOp.{kind.name} is not defined for {dtype} on the tmd backend; convert before and after")
 
 
 def check(tensors: Sequence[Tensor], operation: str) -> None:
@@ -47,7 +63,17 @@ def size_bytes(tensor: Tensor) -> int:
 
 def flat(tensor: Tensor) -> Tensor:
     """The elements in one dimension: a view if the tensor is contiguous, else a copy (see `put_back`)."""
-    return tensor.detach().contiguous().view(-1)
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()  # memory holds other values than the tensor until then
+    return _in_line(plain.contiguous())
+
+
+def _in_line(contiguous: Tensor) -> Tensor:
+    """A view in one dimension with stride 1. A tensor of one element counts as contiguous whatever its stride says."""
+    if contiguous.numel() < 2:
+        return contiguous.as_strided((contiguous.numel(),), (1,))
+    return contiguous.view(-1)
 
 
 def put_back(copy: Tensor, tensor: Tensor) -> None:
@@ -58,7 +84,7 @@ def put_back(copy: Tensor, tensor: Tensor) -> None:
 
 def byte_view(contiguous: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    return memoryview(contiguous.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(_in_line(contiguous.detach()).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def from_bytes(data: memoryview, dtype: torch.dtype) -> Tensor:
@@ -68,12 +94,18 @@ def from_bytes(data: memoryview, dtype: torch.dtype) -> Tensor:
 
 def combine(kind: Reduction, into: Tensor, other: Tensor) -> None:
     """into = into (op) other, elementwise, rounded to their type."""
-    if into.dtype is torch.bool:
+    if kind is Reduction.BAND:
+        into.bitwise_and_(other)
+    elif kind is Reduction.BOR:
+        into.bitwise_or_(other)
+    elif kind is Reduction.BXOR:
+        into.bitwise_xor_(other)
+    elif into.dtype is torch.bool:
         if kind in (Reduction.SUM, Reduction.MAX):
             into.logical_or_(other)
         else:
             into.logical_and_(other)
-    elif kind in (Reduction.SUM, Reduction.AVG):
+    elif kind in _SUMS:
         into.add_(other)
     elif kind is Reduction.MIN:
         torch.minimum(into, other, out=into)
@@ -86,4 +118,5 @@ def combine(kind: Reduction, into: Tensor, other: Tensor) -> None:
 def finish(kind: Reduction, total: Tensor, members: int) -> None:
     """What comes after the last combination."""
     if kind is Reduction.AVG:
-        total.div_(members)
+        real = torch.view_as_real(total) if total.is_complex() else total  # a complex quotient is rounded otherwise
+        real.div_(members)

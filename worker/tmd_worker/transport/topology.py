@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from tmd.protocol.membership import buddy_of, ward_of
 from tmd_worker.core.ballot import tree_children, tree_parent
 
@@ -31,3 +33,17 @@ def next_hop(rank: int, root: int) -> int:
             return at
         at = above
     return (rank - 1) // 2
+
+
+@functools.cache
+def branch(rank: int, size: int, away_from: int | None) -> tuple[int, ...]:
+    """Everybody who is reached from `rank` without going by its neighbour `away_from`: `rank` itself, then branch by branch."""
+    found = [rank]
+    for neighbour in branches(rank, size, away_from):
+        found += branch(neighbour, size, rank)
+    return tuple(found)
+
+
+def branches(rank: int, size: int, away_from: int | None) -> list[int]:
+    """The tree neighbours of `rank` but for `away_from`, in order."""
+    return sorted(tree_neighbours(rank, size) - {away_from})

@@ -33,8 +33,10 @@ class Outcome(enum.Enum):
 class TmdWork(Work):
     """`complaint` yields what `wait` on a discarded operation raises now, if anything (nothing inside autograd)."""
 
-    def __init__(self, result: Any, complaint: Callable[[], BaseException | None]) -> None:
+    def __init__(self, result: Any, complaint: Callable[[], BaseException | None], source: int = -1) -> None:
         super().__init__()
+        #: Group rank of whoever sent what was received.
+        self.source = source
         self._result = result
         self._complaint = complaint
         self._ended = threading.Event()
@@ -77,6 +79,39 @@ class TmdWork(Work):
     def result(self) -> Any:
         return self._result
 
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+
+class Batch(Work):
+    """Several works that are waited for as one."""
+
+    def __init__(self, works: Sequence[TmdWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Of each; raises what the first one raises."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Its value is the list of all results."""
+        whole: Future[Any] = torch.futures.collect_all([work.get_future() for work in self._works])
+        return whole.then(lambda futures: [future.value() for future in futures.value()])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def result(self) -> Any:
+        return [work.result() for work in self._works]
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Operation:
@@ -90,7 +125,8 @@ class Operation:
     work: TmdWork
     #: May follow the vote; its floats become NaN when it cannot be done.
     log_only: bool = False
-    #: Position among the group's collectives.
+    #: Under which its answer is recorded: a group's collectives, or what one received; and its position among them.
+    series: str = ""
     index: int = -1
 
     def complete(self) -> None:

@@ -1,0 +1,202 @@
+"""The calls that bring values from members to members unchanged: broadcast, gather, scatter, all-gather, all-to-all, barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from tmd_worker.transport import collectives, rooted, sandbox
+from tmd_worker.transport.calling import CallingGroup, each, listed, nested, one_each, root_of
+from tmd_worker.transport.collectives import LinkTable
+from tmd_worker.transport.tensors import byte_view, flat, put_back, size_bytes
+
+
+class MovingGroup(CallingGroup):
+    """All raise ValueError for lists and sizes that cannot be right, before anything is sent."""
+
+    def broadcast(self, tensors: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
+        tensors = listed(tensors)
+        root = root_of(args, named, self._group.size)
+        unknown = root != self._group.rank and sandbox.uninitialised()
+        return self._collective(
+            "broadcast",
+            tensors,
+            tensors,
+            lambda table: each(lambda tensor: rooted.broadcast(table, tensor, root), tensors),
+            lambda: each(sandbox.none_pickled, tensors if unknown else []),
+        )
+
+    def barrier(self, *_: Any, **__: Any) -> Work:
+        return self._collective("barrier", [], [], collectives.barrier, lambda: None)
+
+    # ---------------------------------------------------------------- all-gather
+
+    def allgather(self, outputs: Any, inputs: Any, *_: Any) -> Work:
+        """The members' tensors may differ in size, if all pass outputs of these sizes."""
+        return self._allgather("allgather", nested(outputs), listed(inputs))
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, *_: Any) -> Work:
+        """`outputs[i]` has one tensor per member for `inputs[i]`."""
+        return self._allgather("allgather_coalesced", outputs, inputs)
+
+    def _allgather(self, name: str, outputs: Any, inputs: Any) -> Work:
+        pairs = list(zip(outputs, inputs, strict=True))
+        for tensors, own in pairs:
+            one_each(tensors, self._group.size, name)
+            _same_bytes(name, own, tensors[self._group.rank])
+        return self._collective(
+            name,
+            outputs,
+            [tensor for tensors in outputs for tensor in tensors],
+            lambda table: each(lambda pair: collectives.allgather(table, *pair), pairs),
+            lambda: each(lambda pair: sandbox.gathered(*pair), pairs),
+            read=inputs,
+        )
+
+    def all_gather_single(self, output: Tensor, own: Tensor, *_: Any) -> Work:
+        return self._allgather_single("all_gather_single", [output], [own], output)
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: Any) -> Work:
+        return self._allgather_single("all_gather_single_coalesced", outputs, inputs, outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+
+    def _allgather_single(self, name: str, outputs: Any, inputs: Any, result: Any) -> Work:
+        size = self._group.size
+        pairs = list(zip(outputs, inputs, strict=True))
+        for output, own in pairs:
+            if output.numel() != size * own.numel() or output.dtype != own.dtype:
+                raise ValueError(
+                    f"{name} of {own.numel()} elements of {own.dtype} by {size} members needs an output of "
+                    f"{size * own.numel()}, got {output.numel()} of {output.dtype}"
+                )
+
+        def run(table: LinkTable) -> None:
+            for output, own in pairs:
+                whole = flat(output)
+                collectives.allgather(table, list(whole.view(size, own.numel()).unbind(0)), own)
+                put_back(whole, output)
+
+        return self._collective(
+            name, result, outputs, run, lambda: each(lambda pair: sandbox.gathered([pair[0]], pair[1]), pairs), read=inputs
+        )
+
+    # ---------------------------------------------------------------- gather and scatter
+
+    def gather(self, outputs: Any, inputs: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
+        own = listed(inputs)[0]
+        root = root_of(args, named, self._group.size)
+        targets = nested(outputs)[0] if root == self._group.rank else None
+        if targets is not None:
+            one_each(targets, self._group.size, "gather")
+            each(lambda target: _same_bytes("gather", own, target), targets)
+
+        return self._collective(
+            "gather",
+            outputs,
+            targets or [],
+            lambda table: rooted.gather(table, targets, own, root),
+            lambda: sandbox.gathered(targets or [], own),
+            read=[own],
+        )
+
+    def scatter(self, outputs: Any, inputs: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
+        output = listed(outputs)[0]
+        rank, size = self._group.rank, self._group.size
+        root = root_of(args, named, size)
+        parts = nested(inputs)[0] if root == rank else None
+        unknown = root != rank and sandbox.uninitialised()
+        if parts is not None:
+            one_each(parts, size, "scatter")
+            each(lambda part: _same_bytes("scatter", part, output), parts)
+
+        def local() -> None:
+            if parts:
+                output.detach().copy_(parts[rank])
+            elif unknown:
+                sandbox.none_pickled(output)
+            else:
+                sandbox.received(output)
+
+        return self._collective(
+            "scatter", [output], [output], lambda table: rooted.scatter(table, output, parts, root), local, read=parts or ()
+        )
+
+    # ---------------------------------------------------------------- all-to-all
+
+    def alltoall(self, outputs: Any, inputs: Any, *_: Any) -> Work:
+        """outputs[i] = what member i passed as inputs[own rank]. Sizes may differ, if sender and receiver agree."""
+        outputs, inputs = list(outputs), list(inputs)
+        rank, size = self._group.rank, self._group.size
+        for tensors in (outputs, inputs):
+            one_each(tensors, size, "alltoall")
+        _same_bytes("alltoall", inputs[rank], outputs[rank])
+
+        def run(table: LinkTable) -> None:
+            targets = [flat(output) for output in outputs]
+            self._alltoall(table, [byte_view(flat(tensor)) for tensor in inputs], [byte_view(target) for target in targets])
+            for target, output in zip(targets, outputs, strict=True):
+                put_back(target, output)
+
+        return self._collective("alltoall", outputs, outputs, run, lambda: sandbox.exchanged(outputs, inputs, rank), read=inputs)
+
+    def all_to_all_single(
+        self, output: Tensor, whole: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], *_: Any
+    ) -> Work:
+        """Cut along the first dimension; without splits into equal parts."""
+        rank, size = self._group.rank, self._group.size
+        counts_out = _part_sizes(output, output_splits, size, "output")
+        counts_in = _part_sizes(whole, input_splits, size, "input")
+        if counts_out[rank] != counts_in[rank] or output.dtype != whole.dtype:
+            raise ValueError(
+                f"all_to_all_single: this rank has {counts_in[rank]} elements of {whole.dtype} for itself and room for "
+                f"{counts_out[rank]} of {output.dtype}"
+            )
+
+        def run(table: LinkTable) -> None:
+            target = flat(output)
+            outgoing = [byte_view(part) for part in flat(whole).split_with_sizes(counts_in)]
+            self._alltoall(table, outgoing, [byte_view(part) for part in target.split_with_sizes(counts_out)])
+            put_back(target, output)
+
+        def local() -> None:
+            target = flat(output)
+            sandbox.exchanged(target.split_with_sizes(counts_out), flat(whole).split_with_sizes(counts_in), rank)
+            put_back(target, output)
+
+        return self._collective("all_to_all_single", output, [output], run, local, read=[whole])
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+    def _alltoall(self, table: LinkTable, outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
+        links = self._fabric.pairs.of(self._group, table.epoch).direct(table)
+        for link in links.values():
+            link.hold()
+        try:
+            collectives.alltoall(table, links, outgoing, incoming)
+        finally:
+            for link in links.values():
+                link.release()
+
+
+def _part_sizes(whole: Tensor, splits: Sequence[int], members: int, which: str) -> list[int]:
+    """Elements of each member's part. Raises ValueError."""
+    rows = whole.shape[0] if whole.dim() else 1
+    if splits and (len(splits) != members or sum(splits) != rows or min(splits) < 0):
+        raise ValueError(f"all_to_all_single: {which} splits {list(splits)} do not cut {rows} rows into {members} parts")
+    if not splits and rows % members:
+        raise ValueError(f"all_to_all_single: {rows} rows of the {which} cannot be cut into {members} equal parts")
+    row = whole.numel() // rows if rows else 0
+    return [count * row for count in splits or [rows // members] * members]
+
+
+def _same_bytes(name: str, sent: Tensor, target: Tensor) -> None:
+    if size_bytes(sent) != size_bytes(target) or sent.dtype != target.dtype:
+        raise ValueError(
+            f"{name}: a tensor of {sent.numel()} elements of {sent.dtype} does not fit one of {target.numel()} of {target.dtype}"
+        )

@@ -1,0 +1,101 @@
+"""The calls that combine values of all members: all-reduce, reduce, reduce-scatter, in every form that PyTorch has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from tmd_worker.transport import collectives, rooted, sandbox
+from tmd_worker.transport.calling import CallingGroup, each, listed, nested, one_each, operator, root_of
+from tmd_worker.transport.collectives import LinkTable
+from tmd_worker.transport.tensors import reduction
+
+
+class ReducingGroup(CallingGroup):
+    """All raise NotImplementedError or TypeError for an operator that the type of the tensors does not have."""
+
+    def allreduce(self, tensors: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
+        return self._allreduce("allreduce", tensors, operator(args, named))
+
+    def allreduce_coalesced(self, tensors: Any, *args: Any, **named: Any) -> Work:
+        return self._allreduce("allreduce_coalesced", tensors, operator(args, named))
+
+    def _allreduce(self, name: str, tensors: Any, op: object) -> Work:
+        tensors = listed(tensors)
+        kind = reduction(op, tensors)
+        size = self._group.size
+        return self._collective(
+            name,
+            tensors,
+            tensors,
+            lambda table: each(lambda tensor: collectives.allreduce(table, tensor, kind), tensors),
+            lambda: each(lambda tensor: sandbox.reduced(tensor, kind, size), tensors),
+        )
+
+    def reduce(self, tensors: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
+        """Only the root's tensor changes."""
+        tensors = listed(tensors)
+        size = self._group.size
+        root = root_of(args, named, size)
+        kind = reduction(operator(args, named), tensors)
+        is_root = root == self._group.rank
+
+        def run(table: LinkTable) -> None:
+            for tensor in tensors:
+                total = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+                rooted.reduce(table, total, kind, root)
+                if is_root:
+                    tensor.detach().copy_(total.view(tensor.shape))
+
+        def local() -> None:
+            each(lambda tensor: sandbox.reduced(tensor, kind, size), tensors if is_root else [])
+
+        return self._collective("reduce", tensors, tensors, run, local)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
+        """The parts may differ in size, if all members pass the same sizes."""
+        outputs = listed(outputs)
+        return self._reduce_scatter("reduce_scatter", outputs, nested(inputs), operator(args, named), outputs)
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, *args: Any, **named: Any) -> Work:  # type: ignore[override]
+        return self._reduce_scatter("reduce_scatter_single", [output], [self._parts(whole)], operator(args, named), output)
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, wholes: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
+        parts = [self._parts(whole) for whole in wholes]
+        return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, parts, operator(args, named), outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def _parts(self, whole: Tensor) -> list[Tensor]:
+        size = self._group.size
+        if whole.numel() % size:
+            raise ValueError(f"reduce_scatter of {whole.numel()} elements cannot be cut into {size} equal parts")
+        return list(whole.detach().contiguous().view(size, whole.numel() // size).unbind(0))
+
+    def _reduce_scatter(self, name: str, outputs: Any, inputs: Any, op: object, result: Any) -> Work:
+        kind = reduction(op, outputs)
+        rank, size = self._group.rank, self._group.size
+        for output, parts in zip(outputs, inputs, strict=True):
+            one_each(parts, size, name)
+            if parts[rank].numel() != output.numel() or parts[rank].dtype != output.dtype:
+                raise ValueError(
+                    f"{name}: the part for this rank has {parts[rank].numel()} elements of {parts[rank].dtype}, "
+                    f"its output {output.numel()} of {output.dtype}"
+                )
+
+        def run(table: LinkTable) -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                copies = [part.detach().clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
+                collectives.reduce_scatter(table, output, copies, kind)
+
+        def local() -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                sandbox.gathered([output], parts[rank])
+                sandbox.reduced(output, kind, size)
+
+        return self._collective(name, result, outputs, run, local, read=[part for parts in inputs for part in parts])
