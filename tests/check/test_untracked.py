@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,28 @@ def test_a_layer_that_the_tracked_model_does_not_own_is_named_alone(script: Scri
     found = script.look(lambda: whole.head(torch.randn(8, 4)).sum().item())
     assert set(found) == {"whole.head"}
     assert found["whole.head"].severity == "error"
+
+
+def test_a_tracked_loader_that_the_script_iterates_itself_is_an_error_however_it_does(script: Script) -> None:
+    dataset = TensorDataset(torch.arange(40))
+    loader = DataLoader(dataset, sampler=DistributedSampler(dataset, num_replicas=2, rank=0))
+    script.tracked.add("batches", loader)
+    hidden = zip(range(10), loader, strict=False)
+    iterator = iter(loader)
+    for use in (lambda: next(hidden) and None, lambda: next(iterator) and None):
+        found = script.look(use)
+        assert found["batches"].severity == "error"
+        assert "step.next_batch('batches')" in found["batches"].remedy
+    assert script.look(lambda: script.tracked.loaders["batches"].next() and None) == {}
+
+
+def test_looking_keeps_nothing_of_a_step_alive(script: Script) -> None:
+    """Up to Python 3.12 a frame keeps the dict of its variables that somebody asked for."""
+    loss = torch.ones(3)
+    alive = weakref.ref(loss)
+    script.look()
+    del loss
+    assert alive() is None
 
 
 def test_what_is_made_in_a_shadow_step_and_stays_is_an_error(script: Script) -> None:

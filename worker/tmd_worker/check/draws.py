@@ -1,12 +1,18 @@
-"""Which DataLoader iterators are drawn from in one step after another: those carry a position, an evaluation's do not."""
+"""Which DataLoader iterators the script draws from in one step after another: those carry a position, an evaluation's do not.
+
+What tmd draws itself, from data that is tracked, is left out.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from tmd_worker.state import sources
 
 
 class Draws:
@@ -24,7 +30,8 @@ class Draws:
 
         @functools.wraps(plain)
         def noted(iterator: Any) -> Any:
-            self._note(iterator)
+            if sys._getframe(1).f_globals.get("__name__") != sources.__name__:
+                self._note(iterator)
             return plain(iterator)
 
         _BaseDataLoaderIter.__next__ = noted  # type: ignore[method-assign, assignment]

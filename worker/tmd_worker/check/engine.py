@@ -40,12 +40,22 @@ class Over(BaseException):
     """Leaves the user's main once the check knows enough."""
 
 
-class _Nobody:
-    """The fabric's events in a process without peers."""
+class _Rules:
+    """What the fabric asks in a process without peers: every collective is answered here, by the rules of a live step."""
 
-    def link_broken(self, epoch: int, peer: int, *, orderly: bool, reason: str) -> None: ...
+    def __init__(self) -> None:
+        #: The vote of the step under way has been cast.
+        self.voted = False
+        #: A backward pass has called a collective since.
+        self.late_backward = False
+
+    def link_broken(self, epoch: int, peer: int, *, orderly: bool, reason: str) -> None:
+        """There are no links."""
 
     def admit(self, *, in_autograd: bool, log_only: bool) -> Admission:
+        if self.voted and not in_autograd and not log_only:
+            return Admission.AFTER_VOTE
+        self.late_backward |= self.voted and in_autograd
         return Admission.SANDBOX
 
     def thread_died(self, error: BaseException) -> None:
@@ -65,7 +75,10 @@ class CheckEngine:
         self._on_report = on_report
         self._tracked = Tracked()
         self._untracked = Untracked(self._tracked)
-        self._optimizers = Optimizers(vote=lambda: None, applied=lambda: None, save=lambda _: None, late_backward=lambda: False)
+        self._rules = _Rules()
+        self._optimizers = Optimizers(
+            vote=self.vote, applied=lambda: None, save=lambda _: None, late_backward=lambda: self._rules.late_backward
+        )
         self._findings: list[Finding] = []
         self._began = self._reported = False
         self._steps = 0
@@ -92,10 +105,8 @@ class CheckEngine:
 
     def _join(self) -> None:
         with guard.exempt():
-            fabric = Fabric(host="127.0.0.1", job_key=bytes(32), incarnation="check", events=_Nobody())
-            fabric.set_role(self.rank, self.world_size, self.world_size)
-            fabric.sandbox = True
-            self._fabric = fabric
+            self._fabric = Fabric(host="127.0.0.1", job_key=bytes(32), incarnation="check", events=self._rules)
+            self._fabric.set_role(self.rank, self.world_size, self.world_size)
             self._tracked.set_role(self.rank, self.world_size)
             shell.register()
             dist.init_process_group("tmd", store=HashStore(), rank=self.rank, world_size=self.world_size)
@@ -161,7 +172,7 @@ class CheckEngine:
         return True
 
     def vote(self) -> None:
-        pass  # shadow steps do not vote
+        self._rules.voted = True
 
     def digest(self) -> dict[str, str]:
         return self._tracked.digest()
@@ -175,11 +186,13 @@ class CheckEngine:
     # ---------------------------------------------------------------- StepDriver
 
     def enter(self, step: Step) -> None:
-        self._optimizers.begin_step(shadow=True)
+        self._rules.voted = self._rules.late_backward = False
+        self._optimizers.begin_step(shadow=False)
 
     def leave(self, step: Step, error: BaseException | None) -> bool:
         if error is None:
             self._optimizers.end_step()
+            self.vote()
         self._optimizers.leave_body()
         return False
 

@@ -10,10 +10,13 @@ import re
 from types import FrameType
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from tmd_worker.check import kinds
 from tmd_worker.check.draws import Draws
 from tmd_worker.check.findings import Finding, Severity
 from tmd_worker.check.holdings import Held, Walk, roots
+from tmd_worker.state.loader import LoaderCursor
 from tmd_worker.state.tracked import Tracked
 
 _CHANGED = "a {type} that was not tracked changed in the shadow steps"
@@ -51,6 +54,7 @@ class Untracked:
         """Errors first. `restored`: everything tracked has been put back since."""
         found = [finding for held in self._held if (finding := self._finding(held, restored)) is not None]
         found += [_finding_of(held, _MADE, severity="error") for held in self._made]
+        found += [_by_hand(name) for name, cursor in self._tracked.loaders.items() if self._is_drawn_by_hand(cursor)]
         return sorted(found, key=lambda finding: finding.severity)
 
     def _finding(self, held: Held, restored: bool) -> Finding | None:
@@ -66,10 +70,16 @@ class Untracked:
             return None  # it changed and is back: something tracked covers it
         return _finding_of(held, _THERE, severity="warning") if held.matters() else None
 
+    def _is_drawn_by_hand(self, cursor: LoaderCursor) -> bool:
+        """An object that knows its own position may be."""
+        source = cursor.parts()[0]
+        return isinstance(source, DataLoader) and not hasattr(source, "state_dict") and self.draws.carried(source)
+
     def _of_a_loader(self, iterator: Any) -> bool:
         """One of a loader that is named itself."""
         sampler = getattr(iterator, "_index_sampler", None)
         loaders = [held.obj for held in self._held if held.kind is kinds.LOADER]
+        loaders += [source for cursor in self._tracked.loaders.values() if isinstance(source := cursor.parts()[0], DataLoader)]
         return sampler is not None and any(loader._index_sampler is sampler for loader in loaders)
 
     def _walk(self, frame: FrameType) -> list[Held]:
@@ -85,6 +95,18 @@ class Untracked:
         parts = [part for loader in self._tracked.loaders.values() for part in loader.parts()]
         parts += [part for schedule in self._tracked.schedulers.values() for part in getattr(schedule, "_schedulers", ())]
         return any(part is obj for part in parts)
+
+
+def _by_hand(name: str) -> Finding:
+    return Finding(
+        severity="error",
+        fatal=True,
+        kind=kinds.LOADER.name,
+        name=name,
+        what="this tracked DataLoader is drawn from by hand, so tmd does not know how far it has come",
+        why=kinds.LOADER.lost,
+        remedy=f"take batches from step.batch or step.next_batch({name!r}) and do not iterate over it yourself",
+    )
 
 
 def _type_of(held: Held) -> str:
