@@ -172,14 +172,11 @@ async def tell_story(request: web.Request) -> web.Response:
 
 async def find_job(context: Context, caller: Caller, job_id: str) -> JobView:
     """Raises ApiError 404 or 403."""
-    view = context.core.job(job_id)
+    view = context.core.job(job_id) or await _written_job(context, job_id)
     if view is None:
-        record = await context.ledger.job(job_id)
-        if record is None:
-            known = [each.record.job_id for each in context.core.jobs() if caller.may_see(each.record)]
-            stranger = context.core.stranger(job_id)
-            raise ApiError(404, stranger or f"there is no job {job_id}", f"jobs here: {', '.join(known) or 'none'}")
-        view = _ended(record)
+        known = [each.record.job_id for each in context.core.jobs() if caller.may_see(each.record)]
+        stranger = context.core.stranger(job_id)
+        raise ApiError(404, stranger or f"there is no job {job_id}", f"jobs here: {', '.join(known) or 'none'}")
     if not caller.may_see(view.record):
         raise ApiError(403, f"job {job_id} is not yours", "ask its owner or an operator")
     return view
@@ -187,15 +184,28 @@ async def find_job(context: Context, caller: Caller, job_id: str) -> JobView:
 
 async def find_migration(context: Context, caller: Caller, migration_id: str) -> MigrationView:
     """Raises ApiError 404 or 403."""
-    view = next((each for each in context.core.migrations() if each.record.migration_id == migration_id), None)
+    view = _live_migration(context, migration_id) or await _written_migration(context, migration_id)
     if view is None:
-        record = await context.ledger.migration(migration_id)
-        if record is None:
-            raise ApiError(404, f"there is no migration {migration_id}", "tmctl migrations lists them")
-        view = MigrationView(record=record)
+        raise ApiError(404, f"there is no migration {migration_id}", "tmctl migrations lists them")
     if not caller.may_see(await job_record(context, view.record.job_id)):
         raise ApiError(403, f"migration {migration_id} is of a job that is not yours", "ask its owner or an operator")
     return view
+
+
+async def _written_job(context: Context, job_id: str) -> JobView | None:
+    """One that only the ledger remembers, because it has ended. But a job may also begin while the ledger is read: then the core
+    knows more than the row that its first agent's hello wrote."""
+    record = await context.ledger.job(job_id)
+    return context.core.job(job_id) or (_ended(record) if record is not None else None)
+
+
+async def _written_migration(context: Context, migration_id: str) -> MigrationView | None:
+    record = await context.ledger.migration(migration_id)
+    return _live_migration(context, migration_id) or (MigrationView(record=record) if record is not None else None)
+
+
+def _live_migration(context: Context, migration_id: str) -> MigrationView | None:
+    return next((each for each in context.core.migrations() if each.record.migration_id == migration_id), None)
 
 
 async def job_record(context: Context, job_id: str) -> JobRecord | None:
