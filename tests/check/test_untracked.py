@@ -289,6 +289,22 @@ def test_a_tracked_loader_that_the_script_iterates_itself_is_an_error_however_it
     assert script.look(lambda: script.tracked.loaders["batches"].next() and None) == {}
 
 
+def test_an_object_that_cannot_be_looked_at_is_a_finding_and_no_exception(script: Script) -> None:
+    class Broken(torch.utils.data.Sampler[int]):
+        def __init__(self) -> None:
+            pass
+
+        def __getattribute__(self, name: str) -> Any:
+            raise ValueError("not now")
+
+    broken = Broken()
+    found = script.look()
+    assert found[""].severity == "error"
+    assert not found[""].fatal
+    assert "ValueError('not now')" in found[""].what
+    assert type(broken) is Broken
+
+
 def test_looking_keeps_nothing_of_a_step_alive(script: Script) -> None:
     """Up to Python 3.12 a frame keeps the dict of its variables that somebody asked for."""
     loss = torch.ones(3)

@@ -7,12 +7,22 @@ MOST_OBJECTS are looked at, and of a long list or dict only the first entries.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -215,14 +225,11 @@ def _of_instance(node: Node) -> Iterator[Node]:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             descriptor = vars(base).get(name)
-            try:
-                attributes[name] = descriptor.__get__(node.obj, cls) if descriptor is not None else None
-            except AttributeError:
-                continue
-    try:
+            if isinstance(descriptor, MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # not set
+                    attributes[name] = descriptor.__get__(node.obj, cls)
+    with contextlib.suppress(AttributeError, TypeError):
         attributes |= object.__getattribute__(node.obj, "__dict__")
-    except (AttributeError, TypeError):
-        pass
     for name, value in attributes.items():
         if name == "_modules" and issubclass(cls, torch.nn.Module):
             yield from (Node(part, f"{node.path}.{path}", node) for path, part in value.items())

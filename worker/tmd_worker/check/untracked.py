@@ -1,12 +1,15 @@
 """State of the script that `session.track` was not told of, as the shadow steps show it.
 
 Contract: `begin` before the first shadow step, `steps_done` after the last one, then everything tracked is put back, then
-`findings`. What changed and is not back is lost with the rank: an error. What is there and did not change is a warning.
+`findings`. What changed and is not back is lost with the rank: an error. What is there and did not change is a warning. A script
+may hold anything: if looking at it fails, that is a finding and no exception.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -38,24 +41,40 @@ class Untracked:
         #: Fingerprints before the shadow steps and after them, by the held object's id.
         self._before: dict[int, bytes] = {}
         self._after: dict[int, bytes] = {}
+        self._failure: Exception | None = None
 
     def begin(self, frame: FrameType) -> None:
         """`frame`: the caller's; the script's functions are above it."""
-        self._held = self._walk(frame)
-        self._before = {id(held.obj): held.fingerprint() for held in self._held}
+        with self._looking():
+            self._held = self._walk(frame)
+            self._before = {id(held.obj): held.fingerprint() for held in self._held}
 
     def steps_done(self, frame: FrameType | None = None) -> None:
         """Nothing tracked has been put back yet. Without `frame` the script's functions are gone: an exception left them."""
-        self._after = {id(held.obj): held.fingerprint() for held in self._held}
-        if frame is not None:
-            self._made = [held for held in self._walk(frame) if held.kind in _BUILT and id(held.obj) not in self._before]
+        with self._looking():
+            self._after = {id(held.obj): held.fingerprint() for held in self._held}
+            if frame is not None:
+                self._made = [held for held in self._walk(frame) if held.kind in _BUILT and id(held.obj) not in self._before]
 
     def findings(self, *, restored: bool) -> list[Finding]:
         """Errors first. `restored`: everything tracked has been put back since."""
-        found = [finding for held in self._held if (finding := self._finding(held, restored)) is not None]
-        found += [_finding_of(held, _MADE, severity="error") for held in self._made]
-        found += [_by_hand(name) for name, cursor in self._tracked.loaders.items() if self._is_drawn_by_hand(cursor)]
+        found: list[Finding] = []
+        with self._looking():
+            found = [finding for held in self._held if (finding := self._finding(held, restored)) is not None]
+            found += [_finding_of(held, _MADE, severity="error") for held in self._made]
+            found += [_by_hand(name) for name, cursor in self._tracked.loaders.items() if self._is_drawn_by_hand(cursor)]
+        if self._failure is not None:
+            what = f"the script could not be searched for state that was not tracked: {self._failure!r}"
+            return [Finding(severity="error", kind="check", what=what, why="whatever was forgotten", remedy="report this")]
         return sorted(found, key=lambda finding: finding.severity)
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """What goes wrong first is kept for `findings`."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
 
     def _finding(self, held: Held, restored: bool) -> Finding | None:
         if held.kind is kinds.LOADER and self.draws.carried(held.obj):
