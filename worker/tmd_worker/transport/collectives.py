@@ -74,12 +74,14 @@ def allreduce(table: LinkTable, tensor: Tensor, kind: Reduction) -> None:
     total = flat(tensor)
     if table.size > 1 and total.numel():
         if size_bytes(total) <= SMALL_BYTES:
-            combine_up(table, total, kind)
-            _hand_down(table, byte_view(total))
+            if not native.tree_allreduce(table, total, kind):
+                combine_up(table, total, kind)
+                _hand_down(table, byte_view(total))
         else:
             segments = ring_segments(total, table.size)
-            ring_reduce(table, segments, kind)
-            _ring_gather(table, [byte_view(segment) for segment in segments])
+            if not native.ring_allreduce(table, segments, kind):
+                ring_reduce(table, segments, kind)
+                _ring_gather(table, [byte_view(segment) for segment in segments])
     put_back(total, tensor)
 
 
@@ -131,10 +133,13 @@ def _hand_down(table: LinkTable, data: memoryview) -> None:
 
 def ring_reduce(table: LinkTable, segments: Sequence[Tensor], kind: Reduction) -> None:
     """Afterwards segment `rank` is complete here; the others hold partial sums."""
+    if table.size > 1 and not native.ring_reduce(table, segments, kind):
+        _ring_reduce(table, segments, kind)
+    finish(kind, segments[table.rank], table.size)
+
+
+def _ring_reduce(table: LinkTable, segments: Sequence[Tensor], kind: Reduction) -> None:
     rank, size = table.rank, table.size
-    if size == 1:
-        finish(kind, segments[rank], size)
-        return
     following, previous = table.links[(rank + 1) % size], table.links[(rank - 1) % size]
     dtype = segments[0].dtype
     frame_elements = MAX_PAYLOAD_BYTES // segments[0].element_size()
@@ -151,7 +156,6 @@ def ring_reduce(table: LinkTable, segments: Sequence[Tensor], kind: Reduction) -
 
         incoming = [room[: size_bytes(piece)] for piece in pieces]
         exchange(following, frames(byte_view(outgoing)), previous, incoming, table.epoch, add)
-    finish(kind, segments[rank], size)
 
 
 def _ring_gather(table: LinkTable, blocks: Sequence[memoryview]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from tmd_worker.core.ballot import tree_parent
+from tmd_worker.transport import native
 from tmd_worker.transport.collectives import LinkTable, combine_up, frames, ring_reduce, ring_segments
 from tmd_worker.transport.link import Link
 from tmd_worker.transport.tensors import SMALL_BYTES, Reduction, byte_view, flat, put_back, size_bytes
@@ -24,12 +25,13 @@ def broadcast(table: LinkTable, tensor: Tensor, root: int) -> None:
     """Frame by frame, so that the next ones are on their way while the first ones are passed on."""
     data = flat(tensor)
     towards = _towards(table, root)
-    targets = [table.links[neighbour] for neighbour in branches(table.rank, table.size, towards)]
-    for piece in frames(byte_view(data)):
-        if towards is not None:
-            table.links[towards].receive(Kind.DATA, table.epoch, piece)
-        for target in targets:
-            target.send(Kind.DATA, table.epoch, piece)
+    targets = branches(table.rank, table.size, towards)
+    if not native.broadcast(table, byte_view(data), towards, targets):
+        for piece in frames(byte_view(data)):
+            if towards is not None:
+                table.links[towards].receive(Kind.DATA, table.epoch, piece)
+            for target in targets:
+                table.links[target].send(Kind.DATA, table.epoch, piece)
     if towards is not None:
         put_back(data, tensor)
 

@@ -108,11 +108,16 @@ def combine(kind: Reduction, into: Tensor, other: Tensor) -> None:
     elif kind in _SUMS:
         into.add_(other)
     elif kind is Reduction.MIN:
-        torch.minimum(into, other, out=into)
+        _take(other, into, other < into)
     elif kind is Reduction.MAX:
-        torch.maximum(into, other, out=into)
+        _take(other, into, other > into)
     else:
         into.mul_(other)
+
+
+def _take(other: Tensor, into: Tensor, wanted: Tensor) -> None:
+    """Where it is wanted, or is no number. (Which of 0 and -0 torch.minimum yields depends on the place and on the processor.)"""
+    into.copy_(torch.where(wanted | (other != other), other, into))
 
 
 def finish(kind: Reduction, total: Tensor, members: int) -> None:
