@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 RECOVERY_POINTS = ("poison", "install", "fetch", "linked", "go", "unknown")
 VOTE_POINTS = ("vote", "voted", "vote_down", "vote_down")
 PLAN_POINTS = ("stage", "staged", "flip", "flip", "switch", "handoff", "handoff_source", "retire")
-#: (weight, kind).
+#: (weight, kind) of what goes wrong, and of what operators and the resource manager ask for.
 KINDS = (
     (22, "kill_rank"),
     (8, "kill_node"),
@@ -30,14 +30,20 @@ KINDS = (
     (8, "flap"),
     (5, "partition"),
     (12, "crash_daemon"),
+    (4, "kill_two"),
+    (1, "user_bug"),
+)
+REQUESTS = (
     (14, "migrate_rank"),
     (6, "migrate_node"),
     (7, "drain"),
-    (4, "kill_two"),
     (8, "abort"),
     (1, "pause"),
-    (1, "user_bug"),
 )
+#: What a job survives, and what nearly always has somebody to strike.
+SOFT = ("flap", "freeze_briefly", "crash_daemon")
+#: A fault that finds nobody to strike tries again after so long, and after so many times as one of SOFT.
+AGAIN_S, PATIENT_TIMES = 0.004, 3
 #: What a job may not survive, and how many faults come before it must be able to.
 HARD = ("kill_rank", "kill_two", "kill_node", "freeze_node", "user_bug")
 FEWEST = 3
@@ -55,7 +61,9 @@ class Fault:
     point: str
     passes: int
     delay_s: float
-    armed_s: float = -1.0
+    #: Operators' wishes are no faults: they do not count as such.
+    is_request: bool
+    tried: int = 0
     struck: bool = False
 
 
@@ -69,19 +77,21 @@ class Faults(Actor):
         super().__init__(Machine("fate"), "fate")
         self.world = world
         self.struck: collections.Counter[str] = collections.Counter()
-        self._waiting = sorted((self._draw() for _ in range(world.random.randint(3, 6))), key=lambda fault: fault.step)
+        drawn = [self._draw(KINDS) for _ in range(world.random.randint(3, 5))]
+        drawn += [self._draw(REQUESTS, is_request=True) for _ in range(world.random.randint(0, 3))]
+        self._waiting = sorted(drawn, key=lambda fault: fault.step)
         self._armed: list[Fault] = []
         self._next_step = -1
         self._regrets = False
         self.reached(0)
 
-    def _draw(self) -> Fault:
+    def _draw(self, kinds: tuple[tuple[int, str], ...], *, is_request: bool = False) -> Fault:
         choose = self.world.random
-        kind = choose.choices([kind for _, kind in KINDS], [weight for weight, _ in KINDS])[0]
+        kind = choose.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])[0]
         point = choose.choice(choose.choice((RECOVERY_POINTS, VOTE_POINTS, PLAN_POINTS))) if choose.random() < 0.65 else ""
         delay_s = 0.0 if point and choose.random() < 0.6 else choose.random() * 0.08
         step = choose.randint(0, self.world.total_steps - 8)
-        return Fault(kind, step, point, choose.choice((0, 0, 0, 1, 2, 5)), delay_s)
+        return Fault(kind, step, point, choose.choice((0, 0, 0, 1, 2, 5)), delay_s, is_request)
 
     # ---------------------------------------------------------------- when
 
@@ -121,10 +131,23 @@ class Faults(Actor):
             self.world.after(0.03, self, self._strike, fault, involved)
             return
         fault.struck = True
-        self._armed.remove(fault)
-        self.world.checks.fault_strikes()
         if getattr(self, f"_{fault.kind}")(involved):
+            self._armed.remove(fault)
             self.struck[fault.kind] += 1
+            if not fault.is_request:
+                self.world.checks.fault_strikes()
+        elif fault.is_request:
+            self._armed.remove(fault)
+        else:
+            self._try_again(fault)
+
+    def _try_again(self, fault: Fault) -> None:
+        """There was nobody to strike."""
+        fault.struck = False
+        fault.tried += 1
+        if fault.tried >= PATIENT_TIMES:
+            fault.kind = self.world.random.choice(SOFT)
+        self.world.after(AGAIN_S, self, self._strike, fault, None)
 
     def _comes_too_early(self, fault: Fault) -> bool:
         """The job may end by a fault, but not before its third one."""
@@ -172,8 +195,8 @@ class Faults(Actor):
         return self._kill_rank(involved)
 
     def _kill_another(self) -> None:
-        self.world.checks.fault_strikes()
-        self._kill_rank(None)
+        if self._kill_rank(None):
+            self.world.checks.fault_strikes()
 
     def _kill_standby(self, _: SimRank | None) -> bool:
         members = self._members()
