@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from tests.session.autograd_faults import fault_in_backward
+from tests.session.exchanging import exchanged
 from tests.session.gan import train_gan
 from tmd_worker import Session, faults
 from tmd_worker.step import Step
@@ -45,6 +46,7 @@ VARIANTS = [
     ("ema_module",),
     ("noisy_tail",),
     ("gan",),
+    ("exchange",),
 ]
 
 
@@ -65,10 +67,13 @@ class Net(nn.Module):
         self.middle = nn.Linear(48, 48)
         self.last = nn.Linear(48, 4)
         self.unused = nn.Linear(4, 4) if "unused" in variants else None
+        self.exchanges = "exchange" in variants
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         faults.point("forward")
         x = fault_in_backward(self.drop(torch.relu(self.norm(self.first(x)))))
+        if self.exchanges:
+            x = exchanged(x)
         return self.last(self.drop(torch.relu(self.middle(x))))
 
 
