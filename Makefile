@@ -7,11 +7,12 @@ N ?= 20
 SEEDS ?= 0:1500
 STAGES := lint fast session simulator e2e soak install
 
-.PHONY: help setup setup-tests demo soak test test-fast lint clean $(addprefix stage-,$(STAGES))
+.PHONY: help setup setup-tests demo soak bench-collectives test test-fast lint clean $(addprefix stage-,$(STAGES))
 
 help:
 	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
 	@echo "make soak N=20  N demo runs with random moments of drain and kill, all must be bit-identical"
+	@echo "make bench-collectives  collectives against gloo's, into out/bench/collectives.json"
 	@echo "make test-fast  lint and the tests that need seconds"
 	@echo "make test       everything"
 
@@ -23,6 +24,9 @@ demo: setup
 
 soak: setup
 	$(PY) -m tmd.demo --out out/soak --soak $(N)
+
+bench-collectives: setup
+	$(PY) -m bench.collectives --out out/bench/collectives.json
 
 setup-tests: setup
 	@scripts/setup-postgres
