@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from tests.transport.mesh import Node, mesh, together
-from tests.transport.ranks import Rank, run_ranks
+from tests.transport.ranks import Rank, ranks, run_ranks
 from tmd_worker.transport.topology import branch, next_hop
 
 DTYPES = [
@@ -229,6 +229,33 @@ def test_a_subgroup_made_while_live_has_its_own_links() -> None:
         return [tensor.item(), dist.get_rank(mine), sorted(rank.fabric.links()[name])]
 
     assert run_ranks(4, body) == [[2, 0, [2]], [4, 0, [3]], [2, 1, [0]], [4, 1, [1]]]
+
+
+def test_a_rank_that_destroys_its_groups_first_disturbs_nobody() -> None:
+    """1. Rank 0 is done and destroys everything. 2. Rank 1 only then begins to wait. 3. Its collectives are complete all the same."""
+
+    def body(rank: Rank) -> Any:
+        inner = dist.new_group([0, 1])
+        tensors = [torch.ones(200_000), torch.ones(3)]
+        works = [dist.all_reduce(tensors[0], async_op=True), dist.all_reduce(tensors[1], group=inner, async_op=True)]
+        if rank.rank == 0:
+            for work in works:
+                work.wait()
+            dist.destroy_process_group(inner)
+            dist.destroy_process_group()
+        rank.tell("done")
+        rank.hear()
+        if rank.rank == 1:
+            for work in works:
+                work.wait()
+            dist.destroy_process_group()
+        return [int(tensor.sum()) for tensor in tensors], rank.events.broken, dist.is_initialized()
+
+    with ranks(2, body) as processes:
+        assert [process.hear() for process in processes] == ["done", "done"]
+        for process in processes:
+            process.tell("go on")
+        assert [process.hear() for process in processes] == [([400_000, 6], [], False)] * 2
 
 
 def test_links_follow_the_algorithms_and_are_no_full_mesh() -> None:
