@@ -1,4 +1,4 @@
-"""Which parameters hold a gradient between steps, and in whose memory.
+"""Which parameters want a gradient, which hold one between steps, and in whose memory.
 
 Contract: the values do not matter (a step begins by clearing them), their presence and place do. DDP with
 gradient_as_bucket_view divides a gradient that lies in its bucket by the world size, but multiplies one that it has to move
@@ -14,8 +14,10 @@ import torch
 
 from tmd_worker.state.errors import StateMismatch
 
-#: For each parameter in order: the gradient that it held, or None. Weak, so that nothing outlives a zero_grad.
-Pattern = list[weakref.ref[torch.Tensor] | None]
+#: For each parameter in order: the gradient that it held, or None, and requires_grad. Weak, so that nothing outlives a zero_grad.
+Pattern = list[tuple[weakref.ref[torch.Tensor] | None, bool]]
+#: In the byte of a parameter for a joiner.
+_HELD, _WANTED = 1, 2
 
 
 class Gradients:
@@ -28,12 +30,13 @@ class Gradients:
 
     def pattern(self) -> Pattern:
         """As it is now, for `restore`."""
-        return [None if p.grad is None else weakref.ref(p.grad) for p in self._parameters.values()]
+        return [(None if p.grad is None else weakref.ref(p.grad), p.requires_grad) for p in self._parameters.values()]
 
     def restore(self, pattern: Pattern) -> None:
         """Nothing of what has been added since stays: zero where there was a gradient that still exists, else None."""
-        for parameter, held in zip(self._parameters.values(), pattern, strict=True):
+        for parameter, (held, wanted) in zip(self._parameters.values(), pattern, strict=True):
             parameter.grad = _zeroed(None if held is None else held())
+            parameter.requires_grad_(wanted)
 
     def learn(self) -> None:
         """The shadow steps are over: a standby keeps the memory for its role's gradients."""
@@ -41,7 +44,7 @@ class Gradients:
 
     def presence(self) -> bytes:
         """One byte for each parameter in order, for a joiner."""
-        return bytes(parameter.grad is not None for parameter in self._parameters.values())
+        return bytes(_HELD * (p.grad is not None) | _WANTED * p.requires_grad for p in self._parameters.values())
 
     def check(self, presence: object) -> bytes:
         """Raises StateMismatch if this is not the presence of these parameters' gradients."""
@@ -50,9 +53,10 @@ class Gradients:
         return presence
 
     def adopt(self, presence: bytes) -> None:
-        """Zeros where the source holds a gradient, None elsewhere."""
-        for (name, parameter), present in zip(self._parameters.items(), presence, strict=True):
-            if present:
+        """Zeros where the source holds a gradient, None elsewhere; a parameter that was frozen or thawed there is so here."""
+        for (name, parameter), byte in zip(self._parameters.items(), presence, strict=True):
+            parameter.requires_grad_(bool(byte & _WANTED))
+            if byte & _HELD:
                 learned = _zeroed(self._learned.get(name))
                 parameter.grad = torch.zeros_like(parameter) if learned is None else learned
             else:

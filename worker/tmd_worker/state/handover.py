@@ -76,7 +76,7 @@ class LoadPlan:
             for entry in self._manifest.entries[len(tracked.parameters) :]
         }
         for name, optimizer in tracked.optimizers.items():
-            structure.optimizers[name].put(optimizer, tracked.names, tensors)
+            structure.optimizers[name].put(optimizer, tracked.parameters, tensors)
         for name, scheduler in tracked.schedulers.items():
             scheduler.load_state_dict(structure.schedulers[name])
         for name, scaler in tracked.scalers.items():
@@ -106,7 +106,7 @@ class _Structure:
         rest = {entry.name: self.tensors[entry.name] for entry in manifest.entries[len(tracked.parameters) :]}
         used: set[str] = set()
         for name, optimizer in tracked.optimizers.items():
-            used |= self.optimizers[name].check(optimizer, tracked.names, rest)
+            used |= self.optimizers[name].check(optimizer, tracked.parameters, rest)
         for name in rest.keys() - used:
             raise StateMismatch(f"{name} is in the state but belongs to nothing that is tracked here; {_SAME_SCRIPT}")
         _check_learned(tracked, manifest)

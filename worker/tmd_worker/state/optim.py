@@ -18,6 +18,8 @@ from tmd_worker.state.errors import StateMismatch, TrackRefused
 
 #: id of a parameter -> its name among the tracked modules.
 Names = Mapping[int, str]
+#: And the way back.
+Parameters = Mapping[str, torch.nn.Parameter]
 
 
 def refuse_special(name: str, optimizer: Optimizer) -> None:
@@ -86,18 +88,24 @@ class OptimizerState:
         except (TypeError, LookupError, ValueError) as error:
             raise StateMismatch(f"{name}: malformed: {error!r}; nothing was changed") from error
 
-    def check(self, optimizer: Optimizer, names: Names, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-        """Raises StateMismatch naming what differs. Returns the names in `tensors` that the state refers to."""
-        local = parameter_names(self._name, optimizer, names)
-        if [members for members, _ in self.groups] != local:
-            raise StateMismatch(f"{self._name}: the groups hold other parameters than here; nothing was changed")
-        for number, ((_, there), here) in enumerate(zip(self.groups, optimizer.param_groups, strict=True)):
+    def check(self, optimizer: Optimizer, parameters: Parameters, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+        """Raises StateMismatch naming what differs. Returns the names in `tensors` that the state refers to.
+
+        The script may have made or changed groups since the build, as when layers are thawed one after the other.
+        """
+        for number, ((_, there), here) in enumerate(zip(self.groups, optimizer.param_groups, strict=False)):
             differing = sorted(set(there) ^ set(hyperparameters(here)))
             if differing:
                 raise StateMismatch(
                     f"{self._name}: group {number} differs in the hyperparameters {differing}; nothing was changed"
                 )
-        members = {member for group in local for member in group}
+        listed = [member for members, _ in self.groups for member in members]
+        for member in listed:
+            if member not in parameters:
+                raise StateMismatch(f"{self._name}: steps {member!r}, which is not tracked here; nothing was changed")
+        members = set(listed)
+        if len(members) < len(listed):
+            raise StateMismatch(f"{self._name}: a parameter is in two groups; nothing was changed")
         for member in self._states:
             if member not in members:
                 raise StateMismatch(f"{self._name}: state for {member!r}, which it does not step here; nothing was changed")
@@ -106,9 +114,9 @@ class OptimizerState:
             tree.decode(data, f"{self._name}/{member}", seen)
         return seen.names
 
-    def put(self, optimizer: Optimizer, names: Names, tensors: Mapping[str, torch.Tensor]) -> None:
-        """In place: hyperparameters, and the state made of `tensors` themselves."""
-        parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    def put(self, optimizer: Optimizer, parameters: Parameters, tensors: Mapping[str, torch.Tensor]) -> None:
+        """In place: groups, hyperparameters, and the state made of `tensors` themselves."""
+        regroup(optimizer, [[parameters[member] for member in members] for members, _ in self.groups])
         optimizer.state.clear()
         for member, data in self._states.items():
             optimizer.state[parameters[member]] = tree.decode(data, f"{self._name}/{member}", tensors)
@@ -141,13 +149,25 @@ def put_hyperparameters(group: dict[str, Any], values: dict[str, Any]) -> None:
             group[key] = value
 
 
+def regroup(optimizer: Optimizer, groups: list[list[torch.nn.Parameter]]) -> None:
+    """As many groups as these, with these members; a group that has to be made has no hyperparameters yet."""
+    here = optimizer.param_groups
+    del here[len(groups) :]
+    here.extend({"params": []} for _ in groups[len(here) :])
+    for group, members in zip(here, groups, strict=True):
+        if [id(member) for member in group["params"]] != [id(member) for member in members]:
+            group["params"] = list(members)
+
+
 class Hyperparameters:
-    """A copy of every group's hyperparameters."""
+    """A copy of every group's hyperparameters, and who its members are."""
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._groups = [copy_of(hyperparameters(group)) for group in optimizer.param_groups]
 
     def restore(self, optimizer: Optimizer) -> None:
+        regroup(optimizer, self._members)
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             for key in hyperparameters(group).keys() - values.keys():
                 del group[key]
