@@ -23,12 +23,14 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """An empty database of each kind that a ledger can be on."""
     if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'ledger.db'}"
+        yield f"sqlite:///{tmp_path / 'ledger.db'}"
+        return
     server: Postgres = request.getfixturevalue("postgres")
-    return server.fresh_database()
+    with server.database() as url:
+        yield url
 
 
 @pytest.fixture

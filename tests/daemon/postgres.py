@@ -40,6 +40,7 @@ class Postgres:
         self._log = self.folder / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._databases = itertools.count(1)
+        self._free: list[str] = []
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
@@ -69,6 +70,9 @@ class Postgres:
             "unix_socket_directories": str(self.folder),
             "shared_buffers": "16MB",
             "max_connections": "50",
+            # What outlives a process outlives these tests: they crash processes, not the machine.
+            "fsync": "off",
+            "full_page_writes": "off",
         }
         options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         command = self._as_server("postgres", "-D", str(self.folder / "data"), *options)
@@ -108,10 +112,24 @@ class Postgres:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
+    @contextlib.contextmanager
+    def database(self) -> Iterator[str]:
+        """URL of an empty database, which somebody else gets afterwards: making and removing one takes longer than most tests."""
+        url = self._free.pop() if self._free else self.fresh_database()
+        name = url.rpartition("/")[2]
+        left = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}' AND pid <> pg_backend_pid()"
+        clean = "DROP SCHEMA public CASCADE; CREATE SCHEMA public; GRANT USAGE ON SCHEMA public TO PUBLIC"
+        self.run_sql(f"{left}; {clean}; ALTER DATABASE {name} RESET ALL", name)
+        yield url
+        # Cleared when it is taken again: daemons of the test may still write to it now.
+        self._free.append(url)
+
     def fresh_database(self) -> str:
         """URL of a new, empty database."""
         name = f"tmd{next(self._databases)}"
         self.run_sql(f"CREATE DATABASE {name}")
+        # Else a start after a crash would go through the making of every database since the last checkpoint.
+        self.run_sql("CHECKPOINT")
         return self.url(name)
 
     def url(self, database: str, *, user: str = USER) -> str:

@@ -20,13 +20,14 @@ from tmd.ledger.ledger import Ledger
 
 
 @pytest.fixture
-def url(postgres: Postgres) -> str:
-    return postgres.fresh_database()
+def url(postgres: Postgres) -> Iterator[str]:
+    with postgres.database() as url:
+        yield url
 
 
 @pytest.fixture
-def outage(postgres: Postgres) -> Iterator[Postgres]:
-    """The server, which runs again after the test."""
+def outage(postgres: Postgres, url: str) -> Iterator[Postgres]:
+    """The server, which runs again after the test, and before its database is cleared."""
     yield postgres
     if not postgres.running:
         postgres.start()
@@ -91,16 +92,18 @@ async def test_what_is_missing_is_named(postgres: Postgres, user: str, database:
         await Ledger.open(postgres.url(database, user=user))
 
 
-async def test_a_user_without_rights_on_the_tables_is_told_and_the_ledger_carries_on_once_it_has_them(
-    postgres: Postgres, url: str
-) -> None:
+async def test_a_user_without_rights_is_told_what_it_needs(postgres: Postgres, url: str) -> None:
     database = url.rpartition("/")[2]
-    ledger = await Ledger.open(url)
     postgres.run_sql("DROP ROLE IF EXISTS guest; CREATE ROLE guest LOGIN", database)
-    with pytest.raises(LedgerUnavailable, match=r"permission denied.*owner of the database and of its tables"):
-        await Ledger.open(postgres.url(database, user="guest"))
-    assert (await ledger.load_snapshot()).jobs == ()
-    await ledger.close()
+    guest_url = postgres.url(database, user="guest")
+    with pytest.raises(LedgerUnavailable, match=r"permission denied for schema.*owner of the database and of its tables"):
+        await Ledger.open(guest_url)
+    await (await Ledger.open(url)).close()
+    with pytest.raises(LedgerUnavailable, match=r"permission denied for table.*owner of the database and of its tables"):
+        await Ledger.open(guest_url)
+    postgres.run_sql("REVOKE USAGE ON SCHEMA public FROM PUBLIC", database)
+    with pytest.raises(LedgerUnavailable, match=r"no schema.*owner of the database and of its tables"):
+        await Ledger.open(guest_url)
 
 
 async def test_a_database_set_read_only_is_unavailable(postgres: Postgres, url: str) -> None:

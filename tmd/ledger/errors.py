@@ -40,6 +40,7 @@ BRING_BACK = (
 )
 _FREE_SPACE = "free some space where it lies; `tmctl ledger prune` removes what is old"
 _LOOK_AT_SERVER = "see that Postgres runs, can be reached from here and accepts connections"
+_OWN_IT = "make tmd's user the owner of the database and of its tables"
 _SQLITE_REMEDIES = {
     sqlite3.SQLITE_FULL: _FREE_SPACE,
     sqlite3.SQLITE_IOERR: "look at the disk: it may be full or broken",
@@ -54,7 +55,8 @@ _POSTGRES_REMEDIES = {
     "25": "the server takes no writes: it may be a standby, or its database may be set read-only",
     "28": "see that pg_hba.conf and the password let this user in",
     "3D": "make the database: createdb, owned by tmd's user",
-    "42": "make tmd's user the owner of the database and of its tables",
+    "3F": _OWN_IT,
+    "42": _OWN_IT,
     "53": "the server is out of disk, memory or connections: look at its log",
     "57": _LOOK_AT_SERVER,
 }
