@@ -113,6 +113,23 @@ class Postgres:
                     os.kill(pid, signal.SIGCONT)
 
     @contextlib.contextmanager
+    def no_file_larger_than(self, size_bytes: int) -> Iterator[None]:
+        """As on a disk without room: files cannot grow beyond this. More than the 16 MiB of a log segment, or it panics."""
+        self._limit_files(str(size_bytes))
+        try:
+            yield
+        finally:
+            self._limit_files("unlimited")
+
+    def _limit_files(self, size: str) -> None:
+        """The server's own user may do that; root in a container may not."""
+        assert self._process is not None
+        for pid in (self._process.pid, *self._children()):
+            command = self._as_server("prlimit", f"--pid={pid}", f"--fsize={size}:")
+            # A child may have ended since it was looked up.
+            subprocess.run(command, capture_output=True, timeout=DEADLINE_S)
+
+    @contextlib.contextmanager
     def database(self) -> Iterator[str]:
         """URL of an empty database, which somebody else gets afterwards: making and removing one takes longer than most tests."""
         url = self._free.pop() if self._free else self.fresh_database()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ from tmd.ledger import ledger as ledger_module
 from tmd.ledger import reading
 from tmd.ledger.engine import BadDatabaseUrl
 from tmd.ledger.errors import LedgerUnavailable
-from tmd.ledger.ledger import Ledger
+from tmd.ledger.ledger import Ledger, StoreChange
 
 
 @pytest.fixture
@@ -77,6 +78,20 @@ async def test_a_server_that_does_not_answer_is_given_up_after_the_deadline(
     monkeypatch.undo()
     await ledger.write(Persist(jobs=(records.job(),)))
     assert await ledger.job("j1") == records.job()
+    await ledger.close()
+
+
+async def test_a_server_without_room_is_unavailable_and_what_was_written_before_stays(postgres: Postgres, url: str) -> None:
+    ledger = await Ledger.open(url)
+    await ledger.write(records.everything())
+    size_bytes = 20 << 20
+    large = StoreChange({("j1", "large"): os.urandom(size_bytes + (4 << 20))}, {})
+    with postgres.no_file_larger_than(size_bytes), pytest.raises(LedgerUnavailable, match="could not extend file"):
+        await ledger.write_store(large)
+    assert await ledger.job("j1") == records.job()
+    assert await ledger.store_contents("j1") == ({}, {})
+    await ledger.write_store(large)
+    assert (await ledger.store_contents("j1"))[0] == {"large": large.values["j1", "large"]}
     await ledger.close()
 
 
