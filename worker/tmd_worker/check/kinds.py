@@ -33,7 +33,7 @@ class Kind:
     name: str
     #: What is lost with the rank.
     lost: str
-    #: What to do; {track} stands for the call that tracks it.
+    #: What to do; {path} stands for how the script reaches it, {name} for a name to track it by, {track} for the call that does.
     remedy: str
     #: Its state as bytes that differ when the state does.
     fingerprint: Callable[[Any], bytes]
@@ -113,7 +113,7 @@ def _of_collection(values: Any) -> bytes:
 
 # ---------------------------------------------------------------- the kinds
 
-_SAY_SO = "or, if it is no part of the training state, say so: session.untracked(…)"
+_SAY_SO = "or, if it is no part of the training state, say so: session.untracked({path})"
 _OF_ITS_OWN = (
     "keep it in a tracked module (register_buffer) or in a tracked object with state_dict and load_state_dict; " + _SAY_SO
 )

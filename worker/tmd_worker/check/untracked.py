@@ -148,5 +148,5 @@ def _finding_of(held: Held, what: str, *, severity: Severity, fatal: bool = Fals
         what=what.format(type=_type_of(held)),
         where=held.node.where(),
         why=held.kind.lost,
-        remedy=held.kind.remedy.format(track=track, name=argument),
+        remedy=held.kind.remedy.format(track=track, name=argument, path=name),
     )
