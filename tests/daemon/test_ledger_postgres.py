@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from sqlalchemy import text
@@ -27,6 +27,13 @@ def url(postgres: Postgres) -> Iterator[str]:
 
 
 @pytest.fixture
+async def ledger(url: str) -> AsyncIterator[Ledger]:
+    opened = await Ledger.open(url)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
 def outage(postgres: Postgres, url: str) -> Iterator[Postgres]:
     """The server, which runs again after the test, and before its database is cleared."""
     yield postgres
@@ -42,9 +49,10 @@ async def test_it_is_reached_over_tcp_and_over_a_unix_socket(postgres: Postgres,
     await second.close()
 
 
-async def test_a_server_that_goes_away_and_comes_back_is_an_outage_and_loses_nothing(outage: Postgres, url: str) -> None:
+async def test_a_server_that_goes_away_and_comes_back_is_an_outage_and_loses_nothing(
+    outage: Postgres, ledger: Ledger, url: str
+) -> None:
     """It is stopped as in a crash, with the connections of the ledger open."""
-    ledger = await Ledger.open(url)
     await ledger.write(records.everything())
     outage.stop()
     for _ in range(2):
@@ -58,13 +66,11 @@ async def test_a_server_that_goes_away_and_comes_back_is_an_outage_and_loses_not
     assert await ledger.job("j1") == records.job()
     await ledger.write(Persist(jobs=(records.job(epoch=9),)))
     assert await ledger.job("j1") == records.job(epoch=9)
-    await ledger.close()
 
 
 async def test_a_server_that_does_not_answer_is_given_up_after_the_deadline(
-    postgres: Postgres, url: str, monkeypatch: pytest.MonkeyPatch
+    postgres: Postgres, ledger: Ledger, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger = await Ledger.open(url)
     monkeypatch.setattr(ledger_module, "WRITE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(reading, "READ_TIMEOUT_S", 0.2)
     monkeypatch.setattr(ledger_module, "OPEN_TIMEOUT_S", 0.2)
@@ -78,11 +84,9 @@ async def test_a_server_that_does_not_answer_is_given_up_after_the_deadline(
     monkeypatch.undo()
     await ledger.write(Persist(jobs=(records.job(),)))
     assert await ledger.job("j1") == records.job()
-    await ledger.close()
 
 
-async def test_a_server_without_room_is_unavailable_and_what_was_written_before_stays(postgres: Postgres, url: str) -> None:
-    ledger = await Ledger.open(url)
+async def test_a_server_without_room_is_unavailable_and_what_was_written_before_stays(postgres: Postgres, ledger: Ledger) -> None:
     await ledger.write(records.everything())
     size_bytes = 20 << 20
     large = StoreChange({("j1", "large"): os.urandom(size_bytes + (4 << 20))}, {})
@@ -92,7 +96,6 @@ async def test_a_server_without_room_is_unavailable_and_what_was_written_before_
     assert await ledger.store_contents("j1") == ({}, {})
     await ledger.write_store(large)
     assert (await ledger.store_contents("j1"))[0] == {"large": large.values["j1", "large"]}
-    await ledger.close()
 
 
 @pytest.mark.parametrize(
@@ -137,12 +140,10 @@ async def test_commits_are_on_the_servers_disk_whatever_its_own_default_is(postg
     assert setting == "on"
 
 
-async def test_what_is_read_at_once_is_from_one_moment(url: str) -> None:
-    ledger = await Ledger.open(url)
+async def test_what_is_read_at_once_is_from_one_moment(ledger: Ledger) -> None:
     async with ledger._reading() as connection:
         level = await connection.scalar(text("SHOW transaction_isolation"))
     assert level == "repeatable read"
-    await ledger.close()
 
 
 async def test_without_its_driver_the_package_to_install_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
