@@ -35,6 +35,9 @@ Buffer = bytes | bytearray | memoryview
 SEND_PATIENCE_S = 0.05
 #: How long the last words of a nearby peer, which has ceased to read, are waited for.
 LAST_WORDS_S = 0.5
+#: Of a TCP connection (the kernel doubles it). It must stay below what the peer's kernel takes unread: left to grow, it closed the
+#: peer's window again and again, and each time the transfer stood still until a delayed acknowledgement or a probe.
+SEND_BUFFER_BYTES = 256 << 10
 #: Room before a staged payload: the header ends where an aligned payload begins.
 _LEAD_BYTES = 64 - HEADER_BYTES
 _NO_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -94,6 +97,7 @@ class Link:
         self._nearby = sock.family is socket.AF_UNIX
         if not self._nearby:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.sock = sock
         self.fd = sock.fileno()
         self.local = _address(sock.getsockname())
