@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.nodes.stand_ins import STAND_IN, until
+from tests.nodes.stand_ins import PADDING, STAND_IN, full_disk, until
 from tmd.api.context import say_errors
 from tmd.cli.client import Client, ClientError
 from tmd.nodes.local import LocalCluster
@@ -38,6 +39,10 @@ async def serve(cluster: LocalCluster, socket: Path, **options: Any) -> web.AppR
     await runner.setup()
     await web.UnixSite(runner, str(socket)).start()
     return runner
+
+
+def log_of(cluster: LocalCluster, job_id: str) -> list[str]:
+    return Path(cluster.job(job_id).lives[0].log).read_text().splitlines()
 
 
 @pytest.fixture
@@ -92,6 +97,47 @@ async def test_what_cannot_be_done_is_said(api: Api, target: str, body: Any, sta
         await api.post(target, body)
     assert refusal.value.status == status
     assert error in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"command": ["x\0y"]}, r"command[0] 'x\x00y' has a NUL"),
+        ({"command": []}, "needs a command"),
+        ({"nnodes": 0}, "at least one node"),
+        ({"env": {"A": "\0"}}, "environment variable 'A' has a NUL"),
+        ({"env": {"a=b": "c"}}, "'a=b' is no name for an environment variable"),
+        ({"env": {"": "c"}}, "'' is no name for an environment variable"),
+        ({"env": {"LONG": "x" * (128 << 10)}}, "environment variable 'LONG' is longer than 131071 bytes"),
+        ({"command": ["x", "y" * (128 << 10)]}, "command[1] 'yyy"),
+        ({"log_dir": "logs\0"}, "log_dir"),
+        ({"cwd": "/tmp\0"}, "cwd"),
+        ({"env": {f"V{index}": "x" * 100_000 for index in range(50)}}, "the request is larger than 4096 KiB"),
+    ],
+)
+async def test_what_can_be_no_job_is_named_and_leaves_nothing(api: Api, cluster: LocalCluster, wrong: Any, named: str) -> None:
+    with pytest.raises(ClientError) as refusal:
+        await api.post("/jobs", {"command": [STAND_IN], **wrong})
+    assert refusal.value.status == 400
+    assert named in str(refusal.value)
+    assert refusal.value.remedy
+    assert cluster.jobs() == []
+
+
+async def test_a_large_environment_arrives_whole(api: Api, cluster: LocalCluster) -> None:
+    variables = {f"V{index}": "x" * 100_000 for index in range(6)}
+    await api.post("/jobs", {"command": ["env"], "env": {"PATH": os.environ["PATH"], **variables}})
+    await until(lambda: not cluster.job("local-1").runs(), "job ended")
+    seen = {line for line in log_of(cluster, "local-1") if line.startswith("V")}
+    assert seen == {f"{name}={value}" for name, value in variables.items()}
+
+
+async def test_what_cannot_be_written_is_the_daemons_trouble(api: Api, cluster: LocalCluster) -> None:
+    await api.post("/jobs", {"command": [STAND_IN], "env": PADDING})
+    with full_disk(), pytest.raises(ClientError, match=r"node n2 is not killed: .*cluster\.json") as refusal:
+        await api.post("/nodes/n2/kill")
+    assert (refusal.value.status, refusal.value.remedy) == (503, "free space there or repair that disk, then ask again")
+    assert (await api.post("/nodes/n2/kill"))["state"] == "DOWN+NOT_RESPONDING"
 
 
 @pytest.mark.parametrize("uid", [None, 54321])

@@ -117,7 +117,14 @@ CONTEXT = web.AppKey("context", Context)
 async def read_body(request: web.Request, kind: type[_Body]) -> _Body:
     """Raises ApiError with what was expected. No body counts as an empty object."""
     try:
-        return msgspec.json.decode(await request.read() or b"{}", type=kind)
+        body = await request.read()
+    except (ConnectionError, web.RequestPayloadError) as error:
+        raise ApiError(400, f"{request.method} {request.path}: the request's body did not arrive whole: {error}") from None
+    except web.HTTPRequestEntityTooLarge:
+        text = f"{request.method} {request.path}: the request is larger than {request.client_max_size >> 10} KiB"
+        raise ApiError(400, text, "shorten what it carries: a reason, or the command and environment of a job") from None
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.DecodeError as error:
         raise ApiError(400, f"{request.method} {request.path}: {error}", f"expected a JSON object with {_fields(kind)}") from None
 

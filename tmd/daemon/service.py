@@ -27,6 +27,7 @@ from tmd.core.instructions import DirectAgent, Persist, RefuseAgent, ReleaseNode
 from tmd.core.records import JobRecord, LedgerSnapshot
 from tmd.daemon.admission import Admissions, Tokens
 from tmd.daemon.agents import AgentHub
+from tmd.daemon.http_log import quiet_http
 from tmd.daemon.identity import operator_uids
 from tmd.daemon.loop import CoreLoop
 from tmd.daemon.manual_nodes import ManualNodes
@@ -34,6 +35,7 @@ from tmd.daemon.narrator import Narrator
 from tmd.daemon.node_feed import NodeFeed, Releases
 from tmd.daemon.notify import Notifier
 from tmd.daemon.store import RendezvousStores
+from tmd.daemon.supervision import supervised
 from tmd.ledger.ledger import Ledger
 from tmd.ledger.reading import JOB_ENDED
 from tmd.nodes.base import ResourceManager
@@ -42,6 +44,8 @@ from tmd.nodes.local_routes import local_routes
 
 log = logging.getLogger("tmd.daemon")
 
+#: Connections that may wait to be taken; the kernel may allow fewer (net.core.somaxconn).
+BACKLOG = 1024
 #: Connections have this long to end by themselves when the daemon stops.
 STOP_TIMEOUT_S = 3.0
 
@@ -92,7 +96,7 @@ class _Outlets:
 
 
 async def serve(config: Config, *, notifier: Notifier) -> None:
-    """Until SIGTERM or SIGINT. Raises CannotStart, LedgerTakenOver, and whatever broke the core."""
+    """Until SIGTERM or SIGINT. Raises CannotStart, LedgerTakenOver, PartBroke."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -118,7 +122,8 @@ async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: co
     outlets = _Outlets(hub, stores, tokens, changes, Narrator(snapshot))
     loop = CoreLoop(core, ledger, outlets, paused=snapshot.paused)
     hub.attach(loop)
-    manager, routes = await running.enter_async_context(_resource_manager(config, core, snapshot))
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    manager, routes = await running.enter_async_context(_resource_manager(config, core, snapshot, failed))
     outlets.releases = Releases(manager, ledger, await ledger.pending_releases())
     context = Context(
         config=config,
@@ -131,16 +136,16 @@ async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: co
         changes=changes,
         started_s=time.time(),
     )
-    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     parts: dict[str, Coroutine[Any, Any, None]] = {
         "core": loop.run(),
         "stores": stores.run(),
         "nodes": NodeFeed(manager, loop).run(),
         "releases": outlets.releases.run(),
-        "watchdog": notifier.feed_watchdog(),
     }
+    if notifier.watchdog_s is not None:
+        parts["watchdog"] = notifier.feed_watchdog()
     for name, part in parts.items():
-        await running.enter_async_context(_supervised(name, part, failed))
+        await running.enter_async_context(supervised(name, part, failed))
     await running.enter_async_context(_listening(unix_app(context, routes), _unix_socket(config.socket)))
     if config.listen is not None:
         await running.enter_async_context(_listening(tcp_app(context), _tcp_socket(*config.listen)))
@@ -158,26 +163,8 @@ async def _wait_for(stop: asyncio.Event, failed: asyncio.Future[None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _supervised(name: str, part: Coroutine[Any, Any, None], failed: asyncio.Future[None]) -> AsyncIterator[None]:
-    """The part as a task; if it breaks, so does the daemon: the next one starts from the ledger."""
-
-    def ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None and not failed.done():
-            log.critical("%s broke, the daemon ends; jobs go on: %s", name, error, exc_info=error)
-            failed.set_exception(error)
-
-    task = asyncio.create_task(part, name=name)
-    task.add_done_callback(ended)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-@contextlib.asynccontextmanager
 async def _resource_manager(
-    config: Config, core: DaemonCore, snapshot: LedgerSnapshot
+    config: Config, core: DaemonCore, snapshot: LedgerSnapshot, failed: asyncio.Future[None]
 ) -> AsyncIterator[tuple[ResourceManager, list[web.AbstractRouteDef]]]:
     if config.daemon.resource_manager == "none":
         manual = ManualNodes(core.nodes, snapshot.nodes)
@@ -189,10 +176,11 @@ async def _resource_manager(
         await cluster.start()
     except ValueError as error:
         raise CannotStart(str(error)) from None
-    try:
-        yield cluster, local_routes(cluster)
-    finally:
-        await cluster.close()
+    async with supervised("local nodes", cluster.run(), failed):
+        try:
+            yield cluster, local_routes(cluster)
+        finally:
+            await cluster.close()
 
 
 @contextlib.asynccontextmanager
@@ -200,8 +188,9 @@ async def _listening(app: web.Application, listener: socket.socket) -> AsyncIter
     runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=STOP_TIMEOUT_S)
     path = listener.getsockname() if listener.family == socket.AF_UNIX else None
     await runner.setup()
+    quiet_http()
     try:
-        await web.SockSite(runner, listener).start()
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
         yield
     finally:
         if path is not None:

@@ -83,6 +83,14 @@ class RequestRefused(ResourceManagerError):
     """The node or job is not in a state in which this can be done."""
 
 
+class InvalidRequest(ResourceManagerError):
+    """What was asked for makes no sense, whatever the nodes and jobs do."""
+
+
+class NotRecorded(ResourceManagerError):
+    """It could not be put on record, so it was not done."""
+
+
 class ResourceManager(Protocol):
     """What the daemon needs of Slurm, or of whatever takes its place."""
 
@@ -93,18 +101,20 @@ class ResourceManager(Protocol):
     async def drain(self, node: str, reason: str) -> None:
         """Nothing new may start on the node; what runs goes on. An earlier drain and its reason are left as they are.
 
-        Raises UnknownNode, QueryFailed.
+        Raises UnknownNode, QueryFailed, NotRecorded.
         """
         ...
 
     async def resume(self, node: str) -> None:
-        """Ends a drain. Raises UnknownNode, RequestRefused, QueryFailed."""
+        """Ends a drain. Raises UnknownNode, RequestRefused, QueryFailed, NotRecorded."""
         ...
 
     async def release(self, job_id: str, node: str) -> None:
         """The job needs this node no more. Returns once that is on record; what the job still runs there is ended soon after.
 
-        Idempotent: a node that the job does not hold is released already. Raises UnknownNode, QueryFailed.
+        Idempotent: a node that the job does not hold is released already.
+
+        Raises UnknownNode, QueryFailed, NotRecorded.
         """
         ...
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
+import os
 import secrets
 import signal
 import time
@@ -16,16 +19,24 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tmd.core.records import NodeState
-from tmd.nodes.base import NodeEvent, NodeView, QueryFailed, RequestRefused, UnknownJob, UnknownNode
+from tmd.nodes.base import InvalidRequest, NodeEvent, NodeView, QueryFailed, RequestRefused, UnknownJob, UnknownNode
 from tmd.nodes.local_agents import AgentCommand, LocalAgents, tmd_run
+from tmd.nodes.local_record import Record
 from tmd.nodes.local_state import Book, JobRequest, Life, LocalJob, LocalNode, LocalSettings, NodeMarks
+from tmd.nodes.local_views import node_view, way_up
+
+log = logging.getLogger(__name__)
 
 #: Killing a node may take this long: the kernel frees its memory first.
 KILL_TIMEOUT_S = 10.0
 
 
 class LocalCluster:
-    """The nodes of this machine; implements tmd.nodes.base.ResourceManager. Use: `start`, then anything, then `close`."""
+    """The nodes of this machine; implements tmd.nodes.base.ResourceManager.
+
+    Use: `start`, then anything while `run` runs, then `close`. What changes a node or a job raises NotRecorded, and changes
+    nothing, while the disk takes nothing.
+    """
 
     def __init__(
         self,
@@ -39,31 +50,40 @@ class LocalCluster:
         self._settings = settings
         self._nodes = {node.name: node for node in settings.expand()}
         self._directory = state_dir / "local"
-        self._path = self._directory / "cluster.json"
+        self._record = Record(self._directory / "cluster.json", self._ring)
         self._agents = LocalAgents(agent_command, daemon_address=daemon_address, grace_s=settings.release_grace_s)
-        self._book = Book()
         self._lock = asyncio.Lock()
         self._bell = asyncio.Event()
-        self._poller: asyncio.Task[None] | None = None
         self._closed = False
 
     async def start(self) -> None:
-        """Reads what an earlier daemon left. Raises ValueError if that cannot be read."""
+        """Reads what an earlier daemon left. Raises ValueError or OSError if that cannot be read."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._book = Book.load(self._path)
+        self._record.load()
         for job, life in self._unended():
             if life.pid == 0:
                 self._agents.adopt(job, life)
         self._reconcile()
-        self._poller = asyncio.create_task(self._poll(), name="local nodes")
+
+    async def run(self) -> None:
+        """Watches the agents, until cancelled. What is in the way for a while is logged once, and again when it is over."""
+        trouble: OSError | None = None
+        while True:
+            await asyncio.sleep(self._settings.poll_s)
+            try:
+                self._reconcile()
+            except OSError as error:
+                if trouble is None:
+                    log.error("local agents cannot be watched: %s; trying again every %g s", error, self._settings.poll_s)
+                trouble = error
+            else:
+                if trouble is not None:
+                    log.info("local agents are watched again")
+                trouble = None
 
     async def close(self) -> None:
         self._closed = True
         self._ring()
-        if self._poller is not None:
-            self._poller.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._poller
 
     # ---------------------------------------------------------------- the border
 
@@ -73,23 +93,23 @@ class LocalCluster:
     async def drain(self, node: str, reason: str) -> None:
         marks = self._marks(node)
         if marks.drain is None:
-            marks.drain = reason
-            self._save()
+            with self._record.decision(f"node {node} is not drained", marks):
+                marks.drain = reason
 
     async def resume(self, node: str) -> None:
         marks = self._marks(node)
         if marks.drain is None:
             raise RequestRefused(f"node {node} is not drained, it is {self._view(self._nodes[node]).state}", self._way_up(node))
-        marks.drain = None
-        self._save()
+        with self._record.decision(f"node {node} is not resumed", marks):
+            marks.drain = None
 
     async def release(self, job_id: str, node: str) -> None:
         self._known(node)
         job = self._book.jobs.get(job_id)
         life = job.life_on(node) if job is not None else None
         if life is not None and life.released_s is None:
-            life.released_s = time.time()
-            self._save()
+            with self._record.decision(f"node {node} is not released by job {job_id}", life):
+                life.released_s = time.time()
 
     async def watch(self) -> AsyncIterator[NodeEvent]:
         told: dict[str, tuple[NodeState, str]] = {}
@@ -106,31 +126,45 @@ class LocalCluster:
     # ---------------------------------------------------------------- jobs
 
     async def submit(self, request: JobRequest) -> str:
-        """Starts one agent on each of nnodes + standby free nodes; returns the job's id. Raises RequestRefused."""
+        """Starts one agent on each of nnodes + standby free nodes; returns the job's id.
+
+        Raises InvalidRequest, RequestRefused.
+        """
+        if problem := request.problem():
+            raise InvalidRequest(f"job not started: {problem}", "tmctl local run --nodes 2 --standby 1 -- train.py")
         async with self._lock:
             await self._until_settled()
             chosen = self._choose(request)
-            self._book.job_counter += 1
-            job_id = f"local-{self._book.job_counter}"
-            log_dir = Path(request.log_dir) if request.log_dir else self._directory / "jobs" / job_id
-            try:
-                log_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise RequestRefused(
-                    f"job not started: no logs can be written to {log_dir}: {error}", "name another one"
-                ) from None
-            job = LocalJob(job_id=job_id, request=request, created_s=time.time())
+            job = LocalJob(job_id=f"local-{self._book.job_counter + 1}", request=request, created_s=time.time())
+            log_dir = self._log_dir(job)
             job.lives = [self._new_life(job, node, log_dir, index=index) for index, node in enumerate(chosen)]
-            self._book.jobs[job_id] = job
-            self._save()
+            with self._record.decision("job not started", self._book):
+                self._book.job_counter += 1
+                self._book.jobs = {**self._book.jobs, job.job_id: job}
             try:
                 for life in job.lives:
                     self._launch(job, life)
-            except OSError as error:
-                job.cancelled_s = 0.0
-                self._save()
-                raise RequestRefused(f"job {job_id} not started: {error}", "see that command and directory exist") from None
-            return job_id
+            except (OSError, ValueError) as error:
+                self._call_off(job)
+                raise RequestRefused(f"job not started: {error}", _remedy(error)) from None
+            return job.job_id
+
+    def _log_dir(self, job: LocalJob) -> Path:
+        """Raises RequestRefused if it cannot be made."""
+        path = Path(job.request.log_dir) if job.request.log_dir else self._directory / "jobs" / job.job_id
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise RequestRefused(f"job not started: no logs can be written to {path}: {error}", "name another one") from None
+        return path
+
+    def _call_off(self, job: LocalJob) -> None:
+        """An agent could not be started: the job is forgotten, or ended where others were started before."""
+        if any(life.pid for life in job.lives):
+            job.cancelled_s = 0.0
+        else:
+            del self._book.jobs[job.job_id]
+        self._record.note()
 
     def jobs(self) -> list[LocalJob]:
         """All that are known, oldest first."""
@@ -149,8 +183,8 @@ class LocalCluster:
         job = self.job(job_id)
         if job.cancelled_s is not None:
             return
-        job.cancelled_s = time.time()
-        self._save()
+        with self._record.decision(f"job {job_id} is not cancelled", job):
+            job.cancelled_s = time.time()
         for life in job.lives:
             if life.ended_s is None:
                 self._agents.terminate(life)
@@ -161,20 +195,20 @@ class LocalCluster:
         """The node loses power: SIGKILL to everything on it, without a word to anybody. Raises UnknownNode, RequestRefused."""
         async with self._lock:
             marks = self._marks(node)
-            if self._is_off(marks):
+            if marks.off:
                 raise RequestRefused(f"node {node} is off already", self._way_up(node))
-            marks.killed_s, marks.frozen_s = time.time(), None
-            self._save()
+            with self._record.decision(f"node {node} is not killed", marks):
+                marks.killed_s, marks.frozen_s = time.time(), None
             await self._kill_processes(node)
 
     async def freeze(self, node: str) -> None:
         """SIGSTOP to everything on the node. Raises UnknownNode, RequestRefused."""
         async with self._lock:
             marks = self._marks(node)
-            if self._is_off(marks) or marks.frozen_s is not None:
+            if marks.off or marks.frozen_s is not None:
                 raise RequestRefused(f"node {node} is off or frozen already", self._way_up(node))
-            marks.frozen_s = time.time()
-            self._save()
+            with self._record.decision(f"node {node} is not frozen", marks):
+                marks.frozen_s = time.time()
             await self._signal_processes(node, signal.SIGSTOP)
 
     async def thaw(self, node: str) -> None:
@@ -183,16 +217,16 @@ class LocalCluster:
             marks = self._marks(node)
             if marks.frozen_s is None:
                 raise RequestRefused(f"node {node} is not frozen", self._way_up(node))
-            marks.frozen_s = None
-            self._save()
+            with self._record.decision(f"node {node} is not thawed", marks):
+                marks.frozen_s = None
             await self._signal_processes(node, signal.SIGCONT)
 
     async def set_down(self, node: str, reason: str = "set down by an operator") -> None:
         """DOWN at once, and everything on it is killed. Raises UnknownNode."""
         async with self._lock:
             marks = self._marks(node)
-            marks.down, marks.frozen_s = reason, None
-            self._save()
+            with self._record.decision(f"node {node} is not set down", marks):
+                marks.down, marks.frozen_s = reason, None
             await self._kill_processes(node)
 
     async def come_back(self, node: str) -> str | None:
@@ -202,23 +236,34 @@ class LocalCluster:
         """
         async with self._lock:
             marks = self._marks(node)
-            if not self._is_off(marks):
+            if not marks.off:
                 raise RequestRefused(f"node {node} is not off, it is {self._view(self._nodes[node]).state}", self._way_up(node))
             self._reconcile()
-            marks.down = marks.killed_s = marks.frozen_s = None
-            self._save()
-            job = self._last_job(node)
-            if job is None or marks.drain is not None:
+            job = self._last_job(node) if marks.drain is None else None
+            with self._record.decision(f"node {node} is not booted", marks, *([job] if job else [])):
+                marks.down = marks.killed_s = marks.frozen_s = None
+                life = self._next_life(job, node) if job else None
+            if job is None or life is None:
                 return None
-            before = job.life_on(node)
-            log_dir = Path(before.log).parent if before is not None else self._directory
-            life = self._new_life(job, self._nodes[node], log_dir, index=None)
-            job.lives.append(life)
-            self._save()
-            self._launch(job, life)
+            try:
+                self._launch(job, life)
+            except (OSError, ValueError) as error:
+                raise RequestRefused(f"node {node} is back, but without its agent: {error}", _remedy(error)) from None
             return job.job_id
 
+    def _next_life(self, job: LocalJob, node: str) -> Life:
+        """Added to the job, which has run on this node before."""
+        before = job.life_on(node)
+        assert before is not None, "the job ran here last"
+        life = self._new_life(job, self._nodes[node], Path(before.log).parent, index=None)
+        job.lives = [*job.lives, life]
+        return life
+
     # ---------------------------------------------------------------- what is where
+
+    @property
+    def _book(self) -> Book:
+        return self._record.book
 
     def _known(self, node: str) -> LocalNode:
         if node not in self._nodes:
@@ -229,16 +274,7 @@ class LocalCluster:
         return self._book.marks_of(self._known(node).name)
 
     def _way_up(self, node: str) -> str:
-        marks = self._book.marks_of(node)
-        if self._is_off(marks):
-            return f"tmctl local up {node}"
-        if marks.frozen_s is not None:
-            return f"tmctl local thaw {node}"
-        return f"tmctl resume {node}" if marks.drain is not None else "nothing to do"
-
-    @staticmethod
-    def _is_off(marks: NodeMarks) -> bool:
-        return marks.down is not None or marks.killed_s is not None
+        return way_up(node, self._book.marks_of(node))
 
     def _unended(self) -> list[tuple[LocalJob, Life]]:
         return [(job, life) for job in self._book.jobs.values() for life in job.lives if life.ended_s is None]
@@ -252,56 +288,17 @@ class LocalCluster:
         return jobs[-1] if jobs else None
 
     def _view(self, node: LocalNode) -> NodeView:
-        marks = self._book.marks_of(node.name)
-        holders = [job for job in self._book.jobs.values() if self._holds(job, node.name, marks)]
-        base, reason = "IDLE", marks.drain or ""
-        if holders:
-            base = "COMPLETING" if all(self._is_ending(job, node.name) for job in holders) else "ALLOCATED"
-        flags = ["DRAIN"] if marks.drain is not None else []
-        silent_since = marks.killed_s if marks.killed_s is not None else marks.frozen_s
-        if marks.down is not None:
-            base, reason = "DOWN", marks.down
-        elif silent_since is not None and (not holders or time.time() - silent_since >= self._settings.notice_s):
-            base, reason = "DOWN", "not responding"
-            flags.append("NOT_RESPONDING")
-        return NodeView(
-            name=node.name,
-            base=base,
-            flags=tuple(flags),
-            address=node.address,
-            labels=node.labels,
-            reason=reason,
-            jobs=tuple(job.job_id for job in holders),
-        )
-
-    @staticmethod
-    def _holds(job: LocalJob, node: str, marks: NodeMarks) -> bool:
-        life = job.life_on(node)
-        if life is None:
-            return False
-        if life.ended_s is None:
-            return True
-        return marks.killed_s is not None and life.released_s is None and job.runs()
-
-    @staticmethod
-    def _is_ending(job: LocalJob, node: str) -> bool:
-        life = job.life_on(node)
-        return job.cancelled_s is not None or (life is not None and life.released_s is not None)
+        return node_view(node, self._book, self._settings.notice_s)
 
     def _choose(self, request: JobRequest) -> list[LocalNode]:
         """The first free nodes. Raises RequestRefused with what stands against it."""
         wanted = request.nnodes + request.standby
-        if not request.command or request.nnodes < 1 or request.standby < 0 or request.nproc_per_node < 1:
-            raise RequestRefused(
-                "job not started: it needs a command, at least one node and one process per node, and no negative standby count",
-                "tmctl local run --nodes 2 --standby 1 -- train.py",
-            )
-        if request.cwd and not Path(request.cwd).is_dir():
+        if request.cwd and not os.path.isdir(request.cwd):
             raise RequestRefused(f"job not started: {request.cwd} is not a directory", "run tmctl from an existing directory")
         free, busy = [], []
         for node in self._nodes.values():
             view, marks = self._view(node), self._book.marks_of(node.name)
-            if view.state == "IDLE" and not self._is_off(marks) and marks.frozen_s is None:
+            if view.state == "IDLE" and not marks.off and marks.frozen_s is None:
                 free.append(node)
             else:
                 busy.append(f"{node.name} {view.state}{' of ' + ', '.join(view.jobs) if view.jobs else ''}")
@@ -323,8 +320,9 @@ class LocalCluster:
         return Life(mark=mark, node=node.name, number=number, index=index, log=log_path, started_s=time.time())
 
     def _launch(self, job: LocalJob, life: Life) -> None:
+        """Raises OSError or ValueError if the agent cannot be started."""
         self._agents.launch(job, life, self._nodes[life.node])
-        self._save()
+        self._record.note()
 
     async def _kill_processes(self, node: str) -> None:
         """Returns once nothing is left on the node and that is noted."""
@@ -339,6 +337,9 @@ class LocalCluster:
                 await asyncio.sleep(0.002)
         except TimeoutError as error:
             raise QueryFailed(f"node {node}: {error}", "look at its processes with ps: the kernel holds them") from None
+        except OSError as error:
+            what = f"node {node} is being killed, but its processes cannot be looked at: {error}"
+            raise QueryFailed(what, f"set it down once that is mended: tmctl local down {node}") from None
 
     async def _until_settled(self) -> None:
         """Waits, not for ever, for nodes that are being given back: they are as good as free."""
@@ -350,21 +351,22 @@ class LocalCluster:
         for life in self._lives_on(node):
             await self._agents.signal_all(life, number)
 
-    async def _poll(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.poll_s)
-            self._reconcile()
-
     def _reconcile(self) -> None:
-        noted = [self._agents.observe(job, life) for job, life in self._unended()]
-        if any(noted):
-            self._save()
-
-    def _save(self) -> None:
-        self._book.save(self._path)
-        self._ring()
+        """Notes what became of the agents. Raises OSError if that cannot be seen of all of them."""
+        noted = False
+        try:
+            for job, life in self._unended():
+                noted |= self._agents.observe(job, life)
+        finally:
+            self._record.note() if noted else self._record.catch_up()
 
     def _ring(self) -> None:
         """Wakes every watch."""
         bell, self._bell = self._bell, asyncio.Event()
         bell.set()
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.E2BIG:
+        return "command and environment are too long together for one program (getconf ARG_MAX): unset variables"
+    return "see that command and directory exist and that logs can be written"

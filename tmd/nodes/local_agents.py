@@ -54,8 +54,15 @@ class LocalAgents:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        try:
+            life.start_ticks = processes.start_ticks(agent.pid) or 0
+        except OSError:
+            # Without it nobody could tell later whether this pid is still the agent.
+            agent.kill()
+            agent.wait()
+            raise
+        life.pid = agent.pid
         self._children.add(life.mark)
-        life.pid, life.start_ticks = agent.pid, processes.start_ticks(agent.pid) or 0
         # Reaped in _collect_exit: the object itself would complain that its process outlives it, which is the intention here.
         agent.returncode = 0
         log.info("agent started job=%s node=%s pid=%d", job.job_id, life.node, life.pid)
@@ -98,7 +105,12 @@ class LocalAgents:
         """True: the exit code was noted now; False: nothing (more) to note; None: the kernel is not done with the process."""
         if life.mark not in self._children:
             return False
-        pid, status = os.waitpid(life.pid, os.WNOHANG)
+        try:
+            pid, status = os.waitpid(life.pid, os.WNOHANG)
+        except ChildProcessError:
+            # Reaped by the kernel: this daemon was started with SIGCHLD ignored. Nobody will ever know the exit code.
+            self._children.discard(life.mark)
+            return False
         if pid == 0:
             return None
         self._children.discard(life.mark)

@@ -20,10 +20,13 @@ _PROC = Path("/proc")
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process was started, in clock ticks since boot; None if it is gone or dead and not yet reaped."""
+    """When the process was started, in clock ticks since boot; None if it is gone or dead and not yet reaped.
+
+    Raises OSError if that cannot be seen now, for want of descriptors for example.
+    """
     try:
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
 
@@ -34,13 +37,17 @@ def is_alive(pid: int, ticks: int) -> bool:
 
 
 def marked(mark: str) -> Iterator[tuple[int, int]]:
-    """The living processes of a life as (pid, descriptor of the process); the descriptor is closed on the next turn."""
+    """The living processes of a life as (pid, descriptor of the process); the descriptor is closed on the next turn.
+
+    Raises OSError if they cannot be seen now: then none of them counts as gone.
+    """
     needle = f"{MARK_VARIABLE}={mark}".encode()
     for entry in os.listdir(_PROC):
         if not entry.isdigit():
             continue
         pid = int(entry)
-        with contextlib.suppress(OSError):
+        # Others' processes are none of ours.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             descriptor = os.pidfd_open(pid)
             try:
                 if needle in (_PROC / entry / "environ").read_bytes().split(b"\0") and start_ticks(pid) is not None:

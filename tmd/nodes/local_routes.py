@@ -24,9 +24,12 @@ from aiohttp import web
 
 from tmd.api.context import ApiError, Handler, answer, read_body
 from tmd.daemon.identity import peer_uid, user_name
-from tmd.nodes.base import NodeView
+from tmd.nodes.base import InvalidRequest, NodeView
 from tmd.nodes.local import LocalCluster
 from tmd.nodes.local_state import JobRequest, LocalJob
+
+#: For a job with its environment, as JSON: more than the kernel gives any program.
+JOB_LIMIT_BYTES = 4 << 20
 
 
 class NodeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +51,11 @@ def local_routes(
     }
 
     async def submit(request: web.Request) -> web.StreamResponse:
-        job_id = await cluster.submit(await read_body(request, JobRequest))
+        wanted = await read_body(request.clone(client_max_size=JOB_LIMIT_BYTES), JobRequest)
+        try:
+            job_id = await cluster.submit(wanted)
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), error.remedy) from None
         return answer(_job_view(cluster.job(job_id)), status=201)
 
     async def show(request: web.Request) -> web.StreamResponse:

@@ -1,11 +1,12 @@
 """What a local cluster is made of and what of it is on disk: settings, nodes, jobs and the lives of nodes in them.
 
-Contract: every change is on disk before it is acted on (`Book.save` replaces the file at once), so a daemon that was
-killed finds its nodes again. One daemon writes it; the daemon's own lock on its state directory sees to that.
+Contract: `Book.save` replaces the file as a whole, so a daemon that was killed finds its nodes again; when what is written is
+`tmd.nodes.local_record`'s business. One daemon writes it; the daemon's own lock on its state directory sees to that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+#: Linux gives no program an argument or environment variable that is longer (MAX_ARG_STRLEN, with its final NUL).
+WORD_LIMIT_BYTES = (128 << 10) - 1
 #: Ended jobs kept for look-ups.
 ENDED_JOBS_KEPT = 50
 
@@ -94,6 +97,34 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     #: Where <node>.log goes; empty: below the state directory.
     log_dir: str = ""
 
+    def problem(self) -> str:
+        """What makes this no job at all; empty if nothing does."""
+        if not self.command or self.nnodes < 1 or self.standby < 0 or self.nproc_per_node < 1:
+            return "it needs a command, at least one node and one process per node, and no negative standby count"
+        places = {"cwd": self.cwd, "log_dir": self.log_dir}
+        words = {f"command[{index}]": word for index, word in enumerate(self.command)}
+        for place, text in (places | words).items():
+            if "\0" in text:
+                return f"{place} {_shortened(text)} has a NUL character in it"
+            if _size_bytes(text) > WORD_LIMIT_BYTES:
+                return f"{place} {_shortened(text)} is longer than {WORD_LIMIT_BYTES} bytes"
+        for name, value in (self.env or {}).items():
+            if not name or "=" in name or "\0" in name:
+                return f"{_shortened(name)} is no name for an environment variable: it is empty or has = or NUL in it"
+            if "\0" in value:
+                return f"environment variable {_shortened(name)} has a NUL character in its value"
+            if _size_bytes(f"{name}={value}") > WORD_LIMIT_BYTES:
+                return f"environment variable {_shortened(name)} is longer than {WORD_LIMIT_BYTES} bytes"
+        return ""
+
+
+def _size_bytes(text: str) -> int:
+    return len(text.encode(errors="surrogateescape"))
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:60]}…")
+
 
 class Life(msgspec.Struct, kw_only=True):
     """One life of a node in a job: an agent and all that it started. The mark is in the environment of each of them."""
@@ -141,6 +172,11 @@ class NodeMarks(msgspec.Struct, kw_only=True):
     killed_s: float | None = None
     frozen_s: float | None = None
 
+    @property
+    def off(self) -> bool:
+        """Nothing runs on it until it comes back."""
+        return self.down is not None or self.killed_s is not None
+
 
 class Book(msgspec.Struct, kw_only=True):
     """All that a local cluster remembers."""
@@ -160,14 +196,27 @@ class Book(msgspec.Struct, kw_only=True):
             raise ValueError(f"{path} is not a local cluster's state: {error}; move it away to start with free nodes") from None
 
     def save(self, path: Path) -> None:
-        """Replaces the file as a whole: a reader sees the old one or the new one."""
+        """Replaces the file as a whole: a reader sees the old one or the new one. Raises OSError."""
+        self._forget()
+        fresh = path.with_suffix(".new")
+        try:
+            fresh.touch(mode=0o600)
+            fresh.write_bytes(msgspec.json.encode(self))
+            os.replace(fresh, path)
+        except OSError:
+            # Half a file would take up what little room there is.
+            with contextlib.suppress(OSError):
+                fresh.unlink()
+            raise
+
+    def _forget(self) -> None:
+        """Drops the oldest ended jobs, and of the others what no agent will need: the environment may be long and secret."""
         ended = [job for job in self.jobs.values() if not job.runs()]
         for job in ended[:-ENDED_JOBS_KEPT]:
             del self.jobs[job.job_id]
-        fresh = path.with_suffix(".new")
-        fresh.touch(mode=0o600)
-        fresh.write_bytes(msgspec.json.encode(self))
-        os.replace(fresh, path)
+        for job in ended:
+            if job.request.env:
+                job.request = msgspec.structs.replace(job.request, env={})
 
     def marks_of(self, node: str) -> NodeMarks:
         return self.marks.setdefault(node, NodeMarks())
