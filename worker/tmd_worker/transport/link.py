@@ -35,8 +35,8 @@ Buffer = bytes | bytearray | memoryview
 SEND_PATIENCE_S = 0.05
 #: How long the last words of a nearby peer, which has ceased to read, are waited for.
 LAST_WORDS_S = 0.5
-#: Of a TCP connection (the kernel doubles it). It must stay below what the peer's kernel takes unread: left to grow, it closed the
-#: peer's window again and again, and each time the transfer stood still until a delayed acknowledgement or a probe.
+#: Of a TCP connection (the kernel doubles it). It must stay below what the peer's kernel takes unread: left to grow, it closed
+#: the peer's window again and again, and each time the transfer stood still until a delayed acknowledgement or a probe.
 SEND_BUFFER_BYTES = 256 << 10
 #: Room before a staged payload: the header ends where an aligned payload begins.
 _LEAD_BYTES = 64 - HEADER_BYTES

@@ -119,7 +119,7 @@ def barrier(table: LinkTable) -> bool:
     return _tree(table, None, 0, _NO_REDUCTION, 1)
 
 
-def broadcast(table: LinkTable, data: memoryview, source: int | None, targets: Sequence[int]) -> bool:
+def broadcast(table: LinkTable, data: Tensor, source: int | None, targets: Sequence[int]) -> bool:
     """Frame by frame from one neighbour (None: the data is here) to the others."""
     core = _usable()
     if core is None or len(targets) > _MAX_TARGETS:
@@ -132,8 +132,8 @@ def broadcast(table: LinkTable, data: memoryview, source: int | None, targets: S
             None if origin is None else origin.address,
             _addresses(links),
             len(links),
-            _address(data),
-            len(data),
+            data.data_ptr(),
+            size_bytes(data),
             table.epoch,
             ctypes.addressof(outcome),
         )
@@ -178,9 +178,9 @@ def _tree(table: LinkTable, place: int | None, size: int, reduction: tuple[int, 
 
 def _conclude(outcome: Outcome, epoch: int, links: Sequence[Link]) -> None:
     """Raises what the outcome is: LinkEnded, Desync or MemoryError."""
-    code = _Code(outcome.code)
-    if code is _Code.DONE:
+    if outcome.code == _Code.DONE:
         return
+    code = _Code(outcome.code)
     if code is _Code.NO_MEMORY:
         raise MemoryError("the list of a collective's frames does not fit into memory")
     link = next(link for link in links if link.address == outcome.link)
@@ -209,10 +209,13 @@ def _conclude(outcome: Outcome, epoch: int, links: Sequence[Link]) -> None:
 
 @contextlib.contextmanager
 def _sending(links: Sequence[Link]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for link in links:
-            stack.enter_context(link.tx_lock)
+    for link in links:
+        link.tx_lock.acquire()
+    try:
         yield
+    finally:
+        for link in links:
+            link.tx_lock.release()
 
 
 def _tensors(blocks: Sequence[Tensor]) -> list[tuple[int, int]]:

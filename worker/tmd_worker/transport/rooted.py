@@ -26,7 +26,7 @@ def broadcast(table: LinkTable, tensor: Tensor, root: int) -> None:
     data = flat(tensor)
     towards = _towards(table, root)
     targets = branches(table.rank, table.size, towards)
-    if not native.broadcast(table, byte_view(data), towards, targets):
+    if not native.broadcast(table, data, towards, targets):
         for piece in frames(byte_view(data)):
             if towards is not None:
                 table.links[towards].receive(Kind.DATA, table.epoch, piece)
