@@ -38,8 +38,8 @@ class Watcher:
                 self._epoll.register(link.fd, select.EPOLLRDHUP)
             except FileExistsError:
                 self._epoll.modify(link.fd, select.EPOLLRDHUP)
-            except OSError:
-                del self._links[link.fd]  # this side has closed it meanwhile
+            except (OSError, ValueError):
+                del self._links[link.fd]  # this side has closed it meanwhile, or the watcher itself
 
     def remove(self, link: Link) -> None:
         """Before its descriptor is closed."""
@@ -86,5 +86,5 @@ class Watcher:
     def _unregister(self, fd: int) -> None:
         try:
             self._epoll.unregister(fd)
-        except OSError:
-            pass  # closed meanwhile, which unregisters too
+        except (OSError, ValueError):
+            pass  # closed meanwhile, which unregisters too; or the watcher itself is, because the process ends
