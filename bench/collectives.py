@@ -172,17 +172,26 @@ def _rows(
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    """Ratios of wall time, in parentheses of CPU time; a line for each operation, size and number of ranks."""
-    links = list(dict.fromkeys(row["link"] for row in rows))
-    lines = ["| operation | ranks | size | gloo ms | " + " | ".join(links) + " |", "|---|---|---|---|" + "---|" * len(links)]
-    cells: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
+    """A column for each size: gloo's milliseconds, then ratios of wall time and, in parentheses, of CPU time."""
+    sizes = sorted({row["bytes"] for row in rows if row["bytes"]})
+    lines = ["| operation | ranks | | " + " | ".join(map(_in_words, sizes)) + " |", "|---|---|---|" + "---|" * len(sizes)]
+    groups: dict[tuple[str, int], dict[str, dict[int, dict[str, Any]]]] = {}
     for row in rows:
-        cells.setdefault((row["op"], row["ranks"], row["bytes"]), {})[row["link"]] = row
-    for (operation, ranks, size), by_link in cells.items():
-        gloo_ms = next(iter(by_link.values()))["gloo_ms"]
-        shown = [f"{row['ratio']:.2f} ({row['gloo_cpu_ms'] / row['delta_cpu_ms']:.2f})" for row in by_link.values()]
-        lines.append(f"| {operation} | {ranks} | {_in_words(size)} | {gloo_ms:.3g} | " + " | ".join(shown) + " |")
+        groups.setdefault((row["op"], row["ranks"]), {}).setdefault(row["link"], {})[row["bytes"]] = row
+    for (operation, ranks), by_link in groups.items():
+        any_link = next(iter(by_link.values()))
+        columns = [0] if 0 in any_link else sizes
+        lines.append(
+            gloo_ms = [f"{any_link[size]['gloo_ms']:.3g}" for size in columns]
+            lines.append(f"| {operation} | {ranks} | gloo, ms | " + " | ".join(gloo_ms) + " |")
+        )
+        for link, by_size in by_link.items():
+            lines.append(f"| | | {link} | " + " | ".join(_ratios(by_size[size]) for size in columns) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _ratios(row: dict[str, Any]) -> str:
+    return f"{row['ratio']:.2f} ({row['gloo_cpu_ms'] / row['delta_cpu_ms']:.2f})"
 
 
 def _in_words(size_bytes: int) -> str:
