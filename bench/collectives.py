@@ -181,10 +181,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
     for (operation, ranks), by_link in groups.items():
         any_link = next(iter(by_link.values()))
         columns = [0] if 0 in any_link else sizes
-        lines.append(
-            gloo_ms = [f"{any_link[size]['gloo_ms']:.3g}" for size in columns]
-            lines.append(f"| {operation} | {ranks} | gloo, ms | " + " | ".join(gloo_ms) + " |")
-        )
+        gloo_ms = [f"{any_link[size]['gloo_ms']:.3g}" for size in columns]
+        lines.append(f"| {operation} | {ranks} | gloo, ms | " + " | ".join(gloo_ms) + " |")
         for link, by_size in by_link.items():
             lines.append(f"| | | {link} | " + " | ".join(_ratios(by_size[size]) for size in columns) + " |")
     return "\n".join(lines) + "\n"
