@@ -14,6 +14,7 @@ from tests.session.conftest import Lab
 from tests.session.harness import SCRIPT
 from tests.session.outcome import Outcome
 from tests.session.zygote import ROOT
+from tmd.core.settings import CoreSettings
 
 
 def test_a_bug_in_one_rank_ends_the_job_with_its_traceback_and_uses_no_standby(lab: Lab) -> None:
@@ -23,6 +24,25 @@ def test_a_bug_in_one_rank_ends_the_job_with_its_traceback_and_uses_no_standby(l
         assert "ValueError: a bug in the user's script" in over.reason
         assert "misbehave" in over.reason
         assert [len(cluster.started(rank)) for rank in range(3)] == [1, 1, 1]
+
+
+def test_scripts_that_do_not_fit_together_end_the_job_and_use_no_standby(lab: Lab) -> None:
+    """Another process in that place would come to the same end."""
+    with lab.cluster("disagree", nodes=3, standbys=1) as cluster:
+        over = cluster.run()
+        assert over.exit_code == 1
+        assert "the ranks call different collectives" in over.reason
+        assert [len(cluster.started(rank)) for rank in range(3)] == [1, 1, 1]
+
+
+def test_a_step_that_kills_whoever_runs_it_ends_the_job(lab: Lab) -> None:
+    settings = CoreSettings(step_attempts=3)
+    with lab.cluster("crash", nodes=2, standbys=4, settings=settings) as cluster:
+        over = cluster.run()
+        assert over.exit_code == 1
+        assert "step 3 was broken off 3 times in a row, so replacing ranks does not help" in over.reason
+        assert "killed by SIGSEGV" in over.reason
+        assert len(cluster.started(1)) == 3
 
 
 def test_a_script_that_exits_in_its_middle_is_a_failure_that_says_so(lab: Lab) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -192,8 +193,14 @@ def train_one(
 
 def misbehave(session: Session, step: Step, variants: set[str]) -> None:
     """What a user's script may do wrong, on rank 1 in step 3."""
-    if session.rank != 1 or step.index != 3 or not session.live:
+    if step.index != 3 or not session.live:
         return
+    if "disagree" in variants:
+        dist.all_reduce(torch.ones(3 + session.rank))
+    if session.rank != 1:
+        return
+    if "crash" in variants:
+        os.kill(os.getpid(), signal.SIGSEGV)
     if "bug" in variants:
         raise ValueError("a bug in the user's script")
     if "exit" in variants:

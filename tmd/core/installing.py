@@ -116,6 +116,7 @@ def go(job: Job, now: float) -> int:
 def _give_up_attempt(job: Job, now: float, reason: str) -> None:
     job.attempt = None
     job.failed_attempts += 1
+    job.last_failure = reason
     job.retry_at_s = now + min(RETRY_LIMIT_S, RETRY_STEP_S * (job.failed_attempts - 1))
     job.tell(now, job.job_id, "install_failed", reason)
     job.evolve(now, poison_epoch=job.record.epoch_limit)

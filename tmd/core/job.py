@@ -81,8 +81,12 @@ class Job:
         self.attempt: Attempt | None = None
         #: Failed attempts in a row, and when the next one may start.
         self.failed_attempts = 0
+        self.last_failure = ""
         self.retry_at_s = 0.0
         self.flight: Flight | None = None
+        #: The step that the last recoveries came to, and how many of them in a row.
+        self.broken_step = -1
+        self.broken_times = 0
         #: Ranks whose process ended with code 0, and what went wrong with others after the last step.
         self.left: set[int] = set()
         self.lost_at_end: dict[int, str] = {}

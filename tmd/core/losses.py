@@ -42,7 +42,13 @@ def _judge_exit(job: Job, now: float, process: Process) -> None:
     elif code is not None and code > 0 and _is_to_blame(process):
         _blame(job, now, process, code)
     else:
-        lose(job, now, process, how_it_ended(code))
+        lose(job, now, process, how_it_ended(code) + _last_words(process))
+
+
+def _last_words(process: Process) -> str:
+    """Of one that ended itself: what the library said."""
+    words = process.report.error.strip().rpartition("\n")[2]
+    return f": {words}" if words and process.exit_code in LOST_CODES else ""
 
 
 def _judge_late(job: Job, now: float, process: Process) -> None:

@@ -17,13 +17,16 @@ from tmd.protocol.membership import Install, Resolution, Source
 
 def notice_trouble(job: Job, now: float) -> None:
     """In a running job: somebody is poisoned, or silent while nothing moves. (Losses call the epoch off themselves.)"""
-    for process in job.holders().values():
-        report = process.report
-        if report.poisoned_epoch >= job.record.epoch and report.phase not in ("finished", "frozen"):
-            sign_s = report.stamps.get("poisoned", now)
-            sign = f"{job.name(process)} gave the step up: {report.reason or 'no reason given'}"
-            call_off(job, now, sign, sign_s=min(sign_s, now))
-            return
+    poisoned = [process for process in job.holders().values() if _gave_up(job, process)]
+    if poisoned:
+        # Who was first knows why; the others only saw it stop.
+        first = min(poisoned, key=lambda process: process.report.stamps.get("poisoned", now))
+        sign = f"{job.name(first)} gave the step up: {first.report.reason or 'no reason given'}"
+        call_off(job, now, sign, sign_s=min(first.report.stamps.get("poisoned", now), now))
+
+
+def _gave_up(job: Job, process: Process) -> bool:
+    return process.report.poisoned_epoch >= job.record.epoch and process.report.phase not in ("finished", "frozen")
 
 
 def advance(job: Job, now: float) -> str:
@@ -121,6 +124,10 @@ def _resolve(job: Job, now: float) -> None:
         return
     target = max(steps)
     resolution = Resolution(epoch=job.record.poison_epoch, target_step=target)
+    if _is_broken_for_good(job, target):
+        times = f"step {target} was broken off {job.broken_times} times in a row, so replacing ranks does not help"
+        fail_job(job, now, 1, f"{times}; the last time: {recovery.sign}")
+        return
     event = job.tell(now, job.job_id, "resolved", f"{recovery.sign}: the job goes on from step {target}", recovery.cause)
     recovery.cause = event
     planned.settle(job, now, target, event)
@@ -128,6 +135,13 @@ def _resolve(job: Job, now: float) -> None:
     for rank, process in job.holders().items():
         if process.active and not process.joining and not process.can_reach(target) and process.report.phase != "finished":
             lose(job, now, process, f"it is at step {process.report.next_step} and cannot come to step {target} with rank {rank}")
+
+
+def _is_broken_for_good(job: Job, target: int) -> bool:
+    """Counts the recoveries that came to the same step. Their sum is forgotten with the daemon: it will be reached again."""
+    job.broken_times = job.broken_times + 1 if target == job.broken_step else 1
+    job.broken_step = target
+    return job.broken_times >= job.settings.step_attempts
 
 
 def _nobody_is_left(job: Job, now: float, recovery: Recovery) -> None:
@@ -257,7 +271,8 @@ def _start_attempt(job: Job, now: float, recovery: Recovery) -> str:
     if early is not None:
         return early
     if job.failed_attempts and now - recovery.since_s >= job.settings.hold_limit_s:
-        fail_job(job, now, EXIT_GIVEN_UP, f"{recovery.sign}, and {job.failed_attempts} attempts to install an epoch failed")
+        failed = f"{job.failed_attempts} attempts to install an epoch failed, the last one because {job.last_failure}"
+        fail_job(job, now, EXIT_GIVEN_UP, f"{recovery.sign}, and {failed}")
         return job.record.reason
     assert job.record.resolution is not None
     target = job.record.resolution.target_step

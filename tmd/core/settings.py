@@ -67,4 +67,11 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(description="How often a job may start again from nothing because a rank was lost before the first committed step."),
     ] = 3
+    step_attempts: Annotated[
+        int,
+        Meta(
+            description="A step that was broken off this often in a row ends the job: whatever breaks it (a crash on that "
+            "batch, ranks that call different collectives) is not cured by other machines. Raise it if links fail for minutes."
+        ),
+    ] = 5
     observe_only: Annotated[bool, Meta(description="Only watch, and say in the log what would be done.")] = False

@@ -39,12 +39,15 @@ from tmd_worker.core.instructions import (
 )
 from tmd_worker.core.rank import Admission, Boundary, BrokenInvariant, RankCore, Turn, Verdict
 from tmd_worker.threads import end_process
+from tmd_worker.transport.wire import Disagreement
 
 if TYPE_CHECKING:
     from tmd_worker.installing import Installer
     from tmd_worker.transport.fabric import Fabric
 
 P = ParamSpec("P")
+#: How long a process that ends waits for its agent to take its last status.
+LAST_WORDS_S = 1.0
 
 
 class Runtime:
@@ -111,7 +114,16 @@ class Runtime:
 
     def thread_died(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
+        if isinstance(error, Disagreement):
+            # What the ranks' scripts call does not fit together: another process in this place would come to the same end.
+            self._say_last_words(self.core.failed, text)
+            end_process(1, f"the ranks' scripts do not fit together, so the job ends\n{text}")
+        self._say_last_words(self.core.last_words, text)
         end_process(EXIT_THREAD, f"a thread of the links failed, so this rank ends and will be replaced\n{text}")
+
+    def _say_last_words(self, event: Callable[[str], list[Instruction]], text: str) -> None:
+        self.tell(event, text)
+        self._control.flush(LAST_WORDS_S)
 
     # ---------------------------------------------------------------- the main thread
 
@@ -235,7 +247,7 @@ class Runtime:
             case Wake():
                 pass  # every event wakes
             case Exit(code, reason):
-                self._control.flush(1.0)
+                self._control.flush(LAST_WORDS_S)
                 end_process(code, reason)
 
     def _take_role(self, rank: int) -> None:

@@ -58,6 +58,11 @@ class RankCore(RankState):
         self.error = error[-16_384:]
         return self.changed()
 
+    def last_words(self, error: str) -> list[Instruction]:
+        """This process is about to end by itself, and says why: not by the script's fault."""
+        self.error = error[-16_384:]
+        return self.changed()
+
     def count(self, name: str, number: int) -> None:
         """The shell has counted something that is worth showing; the next status tells it."""
         self.counters[name] += number

@@ -42,8 +42,12 @@ class Desync(RuntimeError):
     """The peer is in the right epoch but sent something else than what comes next here: a bug, never a failure."""
 
 
+class Disagreement(Desync):
+    """What came is a frame, but of another call: the scripts of the two ranks do not fit together."""
+
+
 def check_header(header: tuple[bytes, int, int, int, int], kind: Kind, epoch: int, sequence: int, size_bytes: int) -> None:
-    """Raises StaleFrame or Desync unless this is the expected frame. `header` is an unpacked HEADER."""
+    """Raises StaleFrame, Desync or Disagreement unless this is the expected frame. `header` is an unpacked HEADER."""
     if header == (MAGIC, kind, epoch, sequence, size_bytes):
         return
     magic, its_kind, its_epoch, its_sequence, its_size = header
@@ -52,7 +56,7 @@ def check_header(header: tuple[bytes, int, int, int, int], kind: Kind, epoch: in
     if its_epoch != epoch:
         raise StaleFrame(f"sent a frame of epoch {its_epoch} in epoch {epoch}")
     name = Kind(its_kind).name if its_kind in Kind._value2member_map_ else f"kind {its_kind}"
-    raise Desync(
+    raise Disagreement(
         f"got {name} frame {its_sequence} of {its_size} bytes, expected {kind.name} frame {sequence} of {size_bytes} bytes: "
         "the ranks call different collectives, or the same ones in a different order or with different sizes"
     )
