@@ -45,12 +45,14 @@ def _run_many(seeds: range, bug: str, jobs: int, show: int) -> int:
     begin = time.monotonic()
     kinds: collections.Counter[str] = collections.Counter()
     results: collections.Counter[str] = collections.Counter()
-    events, faults, broken = [], [], []
+    events, faults, broken, thin = [], [], [], []
     for outcome in _outcomes(seeds, bug, jobs):
         kinds += outcome.kinds
         results[outcome.result.split(":")[0]] += 1
         events.append(outcome.events)
         faults.append(outcome.faults)
+        if not bug and (outcome.events < LEAST_EVENTS or outcome.faults < LEAST_FAULTS):
+            thin.append(outcome.seed)
         if outcome.violation:
             broken.append(outcome)
             if len(broken) <= show:
@@ -61,9 +63,8 @@ def _run_many(seeds: range, bug: str, jobs: int, show: int) -> int:
     print("faults:", ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()))
     print("jobs:", ", ".join(f"{result} {count}" for result, count in results.most_common()))
     print(f"violations: {len(broken)}" + (f", first seed {min(outcome.seed for outcome in broken)}" if broken else ""))
-    thin = not bug and (min(events) < LEAST_EVENTS or min(faults) < LEAST_FAULTS)
     if thin:
-        print(f"too thin: every seed should have at least {LEAST_EVENTS} events and {LEAST_FAULTS} faults")
+        print(f"too thin: seeds {thin[:show]} have less than {LEAST_EVENTS} events or {LEAST_FAULTS} faults")
     print(f"{len(events) - len(broken)} passed, {len(broken)} failed")
     return 1 if broken or thin else 0
 

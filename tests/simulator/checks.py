@@ -58,6 +58,8 @@ class Checks:
         self._runners: dict[int, list[tuple[SimRank, int]]] = {}
         self._poisoned_epochs: set[int] = set()
         self._committed_epochs: set[int] = set()
+        #: These, and those in which the job started from nothing: what later ones are built on.
+        self._settled_epochs: set[int] = set()
         self._cut_off: set[str] = set()
         self._reports: dict[str, tuple[int, int, int, bool]] = {}
         self._targets: dict[int, int] = {}
@@ -136,6 +138,7 @@ class Checks:
                 )
             self._moved_s = self.world.now
             self._committed_epochs.add(epoch)
+            self._settled_epochs.add(epoch)
             self.committed.add(step)
             if step >= self.world.total_steps:
                 self.world.note(rank.name, "the last vote says yes")
@@ -245,16 +248,18 @@ class Checks:
 
     def _goes_on(self, epoch: int, step: int, members: Membership) -> None:
         """The first step of an epoch. If somebody holds approximate small state, from here on the run is that of a job in which
-        this rank had continued with it, and the ledger must say so."""
-        chain = self._chain(epoch)
-        private = list(chain.private(step)) if step >= chain.first_step else []
-        inexact = []
+        this rank had continued with it, and the ledger must say so. An epoch before it in which nothing was committed does not
+        count: who was lost in that may be replaced by one with the exact state."""
+        chain = self._chain(max((each for each in self._settled_epochs if each <= epoch), default=-1))
+        self._chains[epoch] = chain
+        if step < chain.first_step:
+            return
+        private = list(chain.private(step))
         for rank, member in members.members.items():
-            process = self.world.processes[member.incarnation]
-            if process.approximate:
-                process.approximate = False
-                inexact.append(rank)
-                private[rank] = approximate_private(chain.params(step), rank)
+            approximate = approximate_private(chain.params(step), rank)
+            if self.world.processes[member.incarnation].own_records.get(step) == approximate:
+                private[rank] = approximate
+        inexact = [rank for rank, value in enumerate(private) if value != chain.private(step)[rank]]
         if not inexact:
             return
         job = self._job()
@@ -265,6 +270,7 @@ class Checks:
     def starts_fresh(self, epoch: int) -> None:
         """The job starts (again) from nothing."""
         self._chains.setdefault(epoch, Chain.of_job(self.world.seed, self.world.world_size))
+        self._settled_epochs.add(epoch)
 
     # ---------------------------------------------------------------- the daemon
 

@@ -157,7 +157,7 @@ class Faults(Actor):
         if fault.kind == "user_bug" or (fault.kind == "kill_two" and lacking > 1):
             return True
         job = self.world.ledger.jobs.get(self.world.job_id)
-        return job is None or job.state != "running"
+        return job is None or job.state != "running" or any(process.machine.frozen for process in self._members())
 
     # ---------------------------------------------------------------- whom
 

@@ -42,7 +42,6 @@ class SimRank(Actor):
         self.own_records: dict[int, int] = {}
         self.ward_records: dict[int, int] = {}
         #: It has loaded a state with small state that nobody could give exactly, and has not run with it yet.
-        self.approximate = False
         self.ends: list[End] = []
         self.live: dict[Route, End] = {}
         self.install: Install | None = None
@@ -265,7 +264,6 @@ class SimRank(Actor):
 
     def state_arrived(self, epoch: int, state: TrainingState, origin: RecordOrigin) -> None:
         self.state = state
-        self.approximate = origin != "exact"
         self.keep_record(self.own_records, state.step, state.private)
         self.perform(self.core.state_loaded(epoch, state.step, origin))
         self.maybe_linked()
