@@ -201,7 +201,7 @@ def load_with_origins(
         core=CoreSettings(**reading.values["core"]),
         local=LocalSettings(**reading.values["local"]),
     )
-    errors = [*reading.errors, *_contradictions(config, reading.origins)]
+    errors = [*reading.errors, *_contradictions(config, reading.origins), *_no_text(config, reading.origins)]
     if errors:
         raise ConfigError("\n".join(errors))
     return Loaded(config, reading.origins)
@@ -297,6 +297,15 @@ def _convert(value: Any, wanted: Any, *, strict: bool) -> Any:
 def _nearest(key: str, known: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(key, known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(sorted(known))}"
+
+
+def _no_text(config: Config, origins: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    """Paths that agents, ledger and clients could not be told of."""
+    for key, path in (("state_dir", str(config.state_dir)), ("socket", config.daemon.socket or "")):
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            yield f"{origins.get(('daemon', key), DEFAULT)}: daemon.{key}: not UTF-8: {os.fsencode(path)!r}"
 
 
 def _contradictions(config: Config, origins: Mapping[tuple[str, str], str]) -> Iterator[str]:

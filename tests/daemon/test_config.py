@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -103,6 +104,12 @@ def test_bytes_that_are_no_text_are_said(tmp_path: Path) -> None:
     file.write_bytes(b"[daemon]\nlisten = '\xff'")
     with pytest.raises(ConfigError, match=r"tmd\.toml: not valid TOML: byte 19 is not UTF-8"):
         load(file, environ={})
+
+
+@pytest.mark.parametrize("key", ["state_dir", "socket"])
+def test_a_path_that_is_no_text_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"command line: daemon\.{key}: not UTF-8: b'/run/x\\xff'"):
+        load(environ={}, daemon_overrides={key: os.fsdecode(b"/run/x\xff")})
 
 
 def test_every_value_is_known_with_its_origin(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import click
 
 from tmd.cli.client import ClientError
 from tmd.cli.output import Listing, age, lines, show
-from tmd.cli.shell import Tmctl, command, with_exit_codes
+from tmd.cli.shell import Tmctl, command, is_text, shown_bytes, with_exit_codes
 
 POLL_S = 0.2
 EXIT_INTERRUPTED = 130
@@ -55,14 +55,15 @@ def local_run(
       tmctl local run --nodes 4 --standby 2 -- examples/gpt/train.py --steps 200 --out out
       tmctl local run --nodes 2 --nproc-per-node 2 --follow -- -m mypackage.train
     """
+    here = _here()
     _check_readable(script[0])
     request = {
         "command": list(script),
         "nnodes": nnodes,
         "standby": standby,
         "nproc_per_node": nproc_per_node,
-        "env": dict(os.environ),
-        "cwd": os.getcwd(),
+        "env": _environment(),
+        "cwd": here,
         "log_dir": str(log_dir.absolute()) if log_dir else "",
     }
     job = tmctl.post("/v1/local/jobs", request)
@@ -70,6 +71,27 @@ def local_run(
         _follow(tmctl, job)
     else:
         tmctl.answer(job, _show_started)
+
+
+def _here() -> str:
+    """The directory in which the job is to run. Raises click.UsageError."""
+    try:
+        here = os.getcwd()
+    except OSError as error:
+        raise click.UsageError(f"a job runs in the directory it is started in, and there is none: {error.strerror}") from None
+    if not is_text(here):
+        raise click.UsageError(f"this directory's name {shown_bytes(here)} is not UTF-8: start the job from another one")
+    return here
+
+
+def _environment() -> dict[str, str]:
+    """This environment, as far as it is text; what is left out is named."""
+    chosen = {name: value for name, value in os.environ.items() if is_text(name) and is_text(value)}
+    left_out = sorted(os.environ.keys() - chosen.keys())
+    if left_out:
+        names = ", ".join(name if is_text(name) else shown_bytes(name) for name in left_out)
+        click.echo(f"warning: not UTF-8, so not in the job's environment: {names}", err=True)
+    return chosen
 
 
 def _check_readable(script: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,7 @@ def command(function: _Command) -> _Command:
 
     def run(tmctl: Tmctl, /, *, as_json: bool, **arguments: Any) -> None:
         tmctl.as_json = as_json
+        _require_text(arguments)
         try:
             function(tmctl, **arguments)
         except ClientError as error:
@@ -75,6 +77,28 @@ def command(function: _Command) -> _Command:
     functools.update_wrapper(run, function)
     run.__doc__ = with_exit_codes(function.__doc__ or "")
     return click.option("--json", "as_json", is_flag=True, help="Print the daemon's answer as JSON.")(click.pass_obj(run))
+
+
+def _require_text(arguments: dict[str, Any]) -> None:
+    """The daemon is spoken to in UTF-8. Raises click.UsageError naming an argument that is not."""
+    for name, value in arguments.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, (str, Path)) and not is_text(str(each)):
+                raise click.UsageError(f"{name} {shown_bytes(str(each))} is not UTF-8: tmd takes no other names and words")
+
+
+def is_text(given: str) -> bool:
+    """False for what the shell or the file system gave and what is not UTF-8."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown_bytes(given: str) -> str:
+    """What is no text, in characters that every terminal shows."""
+    return repr(os.fsencode(given))[1:]
 
 
 def with_exit_codes(explanation: str, exit_codes: str = EXIT_CODES) -> str:
