@@ -29,6 +29,7 @@ bench-collectives: setup
 	$(PY) -m bench.collectives --out out/bench/collectives.json
 
 setup-tests: setup
+	@scripts/setup-compiler
 	@scripts/setup-postgres
 
 test-fast: setup-tests

@@ -2,7 +2,7 @@
 
 Each function returns False if it cannot do the work here and nothing has been sent: there is no native core, the type or the
 reduction is not one of its own, or a fault waits in the middle of a frame. Then the caller does it in Python. Memory is
-contiguous. All raise LinkEnded.
+contiguous and writable. All raise LinkEnded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def numbers(dtype: torch.dtype, kind: Reduction) -> tuple[int, int] | None:
 def exchange(out: Link, outgoing: Sequence[memoryview], source: Link, incoming: Sequence[memoryview], epoch: int) -> bool:
     """See transport.exchange, whose caller has the lock of `out`."""
     core = _usable()
-    if core is None:
+    if core is None or any(view.readonly for view in outgoing):
         return False
     sends, receives = _frames(outgoing), _frames(incoming)
     outcome = Outcome()
