@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import statistics
 import sys
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tmd.core.records import PHASES
+from tmd.demo.outputs import FolderRefused, take
 from tmd.demo.stack import Stack
 
 NODES, STANDBYS = 4, 2
@@ -38,7 +38,10 @@ TIMEOUT_S = 120.0
 @click.option("--seed", type=int, default=1, show_default=True)
 def main(out: Path, kills: int, resident_mib: int, seed: int) -> None:
     """Kills ranks of a running job and times how long until it commits again."""
-    shutil.rmtree(out, ignore_errors=True)
+    try:
+        take(out)
+    except (FolderRefused, OSError) as error:
+        raise click.UsageError(str(error)) from None
     job_out = out / "job"
     job_out.mkdir(parents=True)
     with Stack(out / "stack", nodes=NODES + STANDBYS) as stack:

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import click
 
+from tmd.demo.outputs import FolderRefused, take
 from tmd.demo.stack import Stack
 
 ROOT = Path(__file__).parents[1]
@@ -38,8 +38,10 @@ TIMEOUT_S = 600.0
 @click.option("--steps", type=click.IntRange(min=SKIPPED_STEPS + 2), default=40, show_default=True)
 def main(out: Path, rounds: int, ranks: int, steps: int) -> None:
     """Times the example's steps under tmd and under plain gloo DDP."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    try:
+        take(out)
+    except (FolderRefused, OSError) as error:
+        raise click.UsageError(str(error)) from None
     step_ms: dict[str, list[float]] = {"tmd": [], "gloo": []}
     with Stack(out / "stack", nodes=1) as stack:
         for number in range(rounds):

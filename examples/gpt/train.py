@@ -13,8 +13,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,6 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tmd_worker import Session
 
+WARM_UP_STEPS = 10
+
 
 def main(session: Session) -> None:
     args = parse()
@@ -35,7 +40,7 @@ def main(session: Session) -> None:
     if session.world_size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps, eta_min=args.lr / 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(step, args.steps))
     data = Batches(
         standard_library(),
         batch=args.batch,
@@ -47,6 +52,9 @@ def main(session: Session) -> None:
     # Every rank drops out other units.
     torch.manual_seed(args.seed * 1000 + session.rank)
     session.track(model=model, optimizer=optimizer, schedule=schedule, data=data)
+    # Only shown: whoever takes rank 0 over begins it anew.
+    recent: deque[float] = deque(maxlen=10)
+    session.untracked(recent)
 
     for step in session.steps(args.steps):
         began_s = time.monotonic()
@@ -59,9 +67,10 @@ def main(session: Session) -> None:
             schedule.step()
         time.sleep(max(0.0, began_s + args.step_floor_ms / 1000 - time.monotonic()))
         if step.committed:
+            recent.append(loss.item())
             log_step(args.out, session.rank, step.index, data.epoch, loss.item())
             if session.rank == 0 and step.index % 10 == 0:
-                print(f"step {step.index}: loss {loss.item():.4f}", flush=True)
+                print(f"step {step.index}: loss {statistics.fmean(recent):.4f} (mean of {len(recent)})", flush=True)
     log_end(args.out, session.rank, model, optimizer)
 
 
@@ -70,11 +79,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=2, help="windows of text in a batch, for each rank")
     parser.add_argument("--seq-len", type=int, default=64, help="bytes in a window")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate at the start")
+    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="folder for losses and digests; default: none are written")
     parser.add_argument("--step-floor-ms", type=float, default=0.0, help="a step takes at least this long")
     return parser.parse_args()
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Of the learning rate: rises over the first steps, AdamW's moments being guesses then, and falls to a tenth on a cosine."""
+    risen = min(1.0, (step + 1) / WARM_UP_STEPS)
+    return risen * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
 def log_step(out: Path | None, rank: int, step: int, epoch: int, loss: float) -> None:

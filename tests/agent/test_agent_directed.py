@@ -232,9 +232,11 @@ async def test_a_refused_agent_says_why_and_ends(rig: Rig, daemon: StandInDaemon
 
 async def test_the_end_of_the_job_ends_all_ranks_with_its_code(rig: Rig, daemon: StandInDaemon) -> None:
     agent = await two_ranks(rig, daemon)
-    await daemon.direct(over=JobOver(exit_code=7, reason="rank 1: ValueError"))
+    reason = "rank 1 on n2 failed in the user's script:\nTraceback …\n  File\nValueError: bad batch\n"
+    await daemon.direct(over=JobOver(exit_code=7, reason=reason))
     assert await agent.ended() == 7
-    assert "job j1 is over here with code 7: rank 1: ValueError" in agent.err
+    assert "job j1 is over here with code 7: rank 1 on n2 failed in the user's script: ValueError: bad batch\n" in agent.err
+    assert "Traceback" not in agent.err
 
 
 # -------------------------------------------------------------------- signals

@@ -126,7 +126,7 @@ JOB = JobView(
         owner_uid=1000,
         job_key=b"secret",
         epoch=3,
-        command=("train.py", "--steps", "60"),
+        command=("script", "train.py", "--steps", "60"),
     ),
     ranks=(RANK,),
     standbys=(STANDBY,),
@@ -176,6 +176,13 @@ STATUS = {
     "agents": 6,
     "jobs": {"running": 1},
     "sentences": {"local-1": "training, step 41", "m1": "waiting for n5 to stage its links"},
+    "now": [
+        {"job": "local-10", "kind": "job", "object": "local-10", "sentence": "rank 0 builds: no step yet"},
+        {"job": "local-1", "kind": "node", "object": "n10", "sentence": "holds standbys"},
+        {"job": "local-1", "kind": "node", "object": "n2", "sentence": "trains rank 1"},
+        {"job": "local-1", "kind": "migration", "object": "m1", "sentence": "waiting for n5 to stage its links"},
+        {"job": "local-1", "kind": "job", "object": "local-1", "sentence": "training, step 41"},
+    ],
     "ledger": {
         "url": "sqlite:///ledger.db",
         "healthy": True,

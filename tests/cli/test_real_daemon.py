@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,14 @@ def states(stack: Stack) -> dict[str, str]:
     return {node["name"]: node["manager_state"] for node in ask(stack, "nodes")["nodes"]}
 
 
+def until_idle(stack: Stack) -> None:
+    """A cancelled job's agents have some seconds to end."""
+    deadline = time.monotonic() + 30
+    while set(states(stack).values()) != {"IDLE"}:
+        assert time.monotonic() < deadline, states(stack)
+        time.sleep(0.05)
+
+
 def test_nodes_are_drained_resumed_lost_and_brought_back(stack: Stack) -> None:
     assert states(stack) == {"n1": "IDLE", "n2": "IDLE", "n3": "IDLE"}
     assert ask(stack, "drain", "n1", "--reason", "fan") == {"node": "n1", "state": "drained"}
@@ -95,8 +104,6 @@ def test_pause_is_shown_until_it_ends(stack: Stack) -> None:
         (["story", "nowhere"], "nothing is recorded about nowhere"),
         (["drain", "n9", "--reason", "fan"], "no node n9; known: n1, n2, n3"),
         (["drain", "n1", "--reason", " "], "a drain needs a reason"),
-        (["resume", "n1"], "node n1 is not drained"),
-        (["local", "up", "n1"], "node n1 is not off"),
         (["local", "job", "nowhere"], "no local job nowhere"),
         (["local", "run", "--nodes", "9", "--", "-m", "this"], "9 nodes wanted"),
     ],
@@ -106,6 +113,18 @@ def test_what_cannot_be_done_is_refused_in_words(stack: Stack, arguments: list[s
     assert result.exit_code == 1, result.output
     assert said in result.stderr
     assert "what to do: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["resume", "n1"], "node n1 is not drained, it is IDLE"),
+        (["local", "up", "n1"], "node n1 is not off, it is IDLE"),
+    ],
+)
+def test_where_nothing_has_to_be_done_no_remedy_is_made_up(stack: Stack, arguments: list[str], said: str) -> None:
+    result = call(stack, *arguments)
+    assert (result.exit_code, result.stderr) == (1, f"error: {said}\n")
 
 
 def test_a_job_is_run_followed_and_told_of(stack: Stack, tmp_path: Path) -> None:
@@ -128,7 +147,43 @@ def test_a_bug_in_the_script_ends_the_job_with_its_traceback(stack: Stack, tmp_p
     script.write_text(SCRIPT.replace("optimizer.zero_grad()", "raise ValueError('a bug in the script')"))
     result = call(stack, "local", "run", "--follow", "--log-dir", str(tmp_path), "--", str(script))
     assert result.exit_code == 1
-    assert "ValueError: a bug in the script" in result.output
+    assert "n1| [rank0] " in result.stdout
+    assert result.output.count("Traceback") == 1
+    assert result.output.count("raise ValueError('a bug in the script')") == 1
+    *_, error, remedy = result.stderr.splitlines()
+    assert error.endswith(" failed: rank 0 on n1 failed in the user's script: ValueError: a bug in the script")
+    assert remedy.startswith("  what to do: tmctl story local-")
+
+
+def test_what_track_refuses_is_told_with_the_users_own_line(stack: Stack, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("optimizer=optimizer)", "optimizer=optimizer, lock=object())"))
+    result = call(stack, "local", "run", "--follow", "--log-dir", str(tmp_path), "--", str(script))
+    assert result.exit_code == 1
+    line = "session.track(model=model, optimizer=optimizer, lock=object())"
+    assert f"| [rank0] {script}:8: {line}" in result.stdout
+    assert "| [rank0] TrackRefused: cannot track lock: " in result.stdout
+    assert "Traceback" not in result.output
+
+
+def test_a_job_is_waited_for_until_ranks_and_standbys_are_ready(stack: Stack, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("session.steps(3)", "session.steps(1 << 40)"))
+    run = ("local", "run", "--wait", "--nodes", "2", "--standby", "1", "--log-dir", str(tmp_path), "--", str(script))
+    result = call(stack, *run)
+    assert result.exit_code == 0, result.output
+    assert "2 ranks, 1 standby ready on n3" in result.stdout
+    job_id = result.stdout.split()[1]
+    try:
+        assert [standby["phase"] for standby in ask(stack, "standby")["standbys"]] == ["ready"]
+        told = {(each["kind"], each["object"]) for each in ask(stack, "status")["now"] if each["job"] == job_id}
+        assert told >= {("job", job_id), ("node", "n1"), ("node", "n2"), ("node", "n3")}
+    finally:
+        ask(stack, "job", "cancel", job_id)
+    assert "not connected" not in call(stack, "job", "show", job_id).output
+    assert job_id not in call(stack, "status").output
+    assert "has ended already" in call(stack, "job", "cancel", job_id).stderr
+    until_idle(stack)
 
 
 def test_a_job_whose_agents_fail_at_once_says_so(stack: Stack) -> None:

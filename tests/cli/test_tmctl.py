@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
@@ -27,6 +28,7 @@ from tests.cli.fake_daemon import (
 )
 from tmd.cli.main import main
 from tmd.core.views import JobView
+from tmd.daemon.main import main as tmd
 
 LOCAL_JOB = {
     "job_id": "local-1",
@@ -63,7 +65,7 @@ LOOKS: list[tuple[list[str], str, Any, list[str]]] = [
         ["job", "show", "local-1"],
         "GET /v1/jobs/local-1",
         plain(JOB),
-        ["train.py --steps 60", "local-1.2", "4711", "in step 41", "fan"],
+        ["  train.py --steps 60", "4 nodes with 1 rank each, 4 ranks in all", "local-1.2", "4711", "in step 41", "fan"],
     ),
     (["nodes"], "GET /v1/nodes", NODES, ["ALLOCATED+DRAIN", "rack=r1 zone=z1", "rank 1 moves to n5", "IDLE"]),
     (["standby"], "GET /v1/standbys", {"standbys": [plain(STANDBY)]}, ["local-1.5", "ready", "n5"]),
@@ -85,7 +87,8 @@ LOOKS: list[tuple[list[str], str, Any, list[str]]] = [
         plain(migration_view(**DONE)),
         ["rank 1: local-1.2 → local-1.5", "n2 → n5", "drain of n2: fan", "copy (ms)", "52.0"],
     ),
-    (["local", "job", "local-1"], "GET /v1/local/jobs/local-1", LOCAL_JOB, ["1 nodes and 1 standby", "/logs/n1.log", "running"]),
+    (["local", "job", "local-1"], "GET /v1/local/jobs/local-1", LOCAL_JOB,
+     ["1 node and 1 standby, 1 rank on each", "/logs/n1.log", "running"]),
 ]  # fmt: skip
 
 
@@ -312,7 +315,7 @@ def test_run_refuses_an_unreadable_script_before_anything_starts(daemon: FakeDae
 def test_follow_prints_whole_lines_until_the_job_ends(
     daemon: FakeDaemon, tmctl: Tmctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, exit_code: int
 ) -> None:
-    monkeypatch.setattr("tmd.cli.local.POLL_S", 0.01)
+    monkeypatch.setattr("tmd.cli.watch.POLL_S", 0.01)
     log = tmp_path / "n1.log"
     agent = {**LOCAL_JOB["agents"][0], "log": str(log)}  # type: ignore[index]
     texts = ["step 0\nste", "p 1\nlast words"]
@@ -323,7 +326,8 @@ def test_follow_prints_whole_lines_until_the_job_ends(
         return {**LOCAL_JOB, "agents": [{**agent, "running": bool(texts)}]}
 
     job = plain(JOB)
-    job["record"] |= {"state": state, "reason": "rank 1 raised ValueError" if state == "failed" else ""}
+    reason = "rank 1 on n2 failed in the user's script:\nTraceback …\nValueError: bad batch"
+    job["record"] |= {"state": state, "reason": reason if state == "failed" else "all 4 ranks finished"}
     daemon.answers |= {
         "POST /v1/local/jobs": (201, {**LOCAL_JOB, "agents": [agent]}),
         "GET /v1/local/jobs/local-1": grow,
@@ -332,7 +336,14 @@ def test_follow_prints_whole_lines_until_the_job_ends(
     result = tmctl("local", "run", "--follow", "--", "-m", "train")
     assert result.exit_code == exit_code
     assert result.stdout.splitlines() == ["n1| step 0", "n1| step 1", "n1| last words"]
-    assert f"job local-1 is {state}" in result.stderr
+    told = result.stderr.splitlines()[1:]
+    if state == "done":
+        assert told == ["job local-1 is done: all 4 ranks finished"]
+    else:
+        assert told == [
+            "error: job local-1 failed: rank 1 on n2 failed in the user's script: ValueError: bad batch",
+            "  what to do: tmctl story local-1",
+        ]
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -396,13 +407,49 @@ def test_migrate_needs_either_a_node_or_a_rank(daemon: FakeDaemon, tmctl: Tmctl,
     assert daemon.asked == []
 
 
-def test_every_command_explains_itself_and_its_exit_codes() -> None:
-    def leaves(command: Any, path: list[str]) -> list[list[str]]:
-        if not hasattr(command, "commands"):
-            return [path]
-        return [leaf for name, each in command.commands.items() for leaf in leaves(each, [*path, name])]
+def test_status_tells_job_by_job_and_in_the_order_of_numbers(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    daemon.answers["GET /v1/status"] = STATUS
+    table = fine(tmctl("status")).split("\n\n")[1].splitlines()
+    assert [line.split()[:2] for line in table] == [
+        ["job", "object"],
+        ["local-1", "local-1"],
+        ["local-1", "m1"],
+        ["local-1", "n2"],
+        ["local-1", "n10"],
+        ["local-10", "local-10"],
+    ]
 
+
+def test_a_job_that_has_ended_has_no_running_ranks(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    view = plain(JOB)
+    view["record"] |= {"state": "failed", "reason": "cancelled by root"}
+    view["ranks"][0] |= {"connected": False, "sentence": "the agent of n2 is not connected"}
+    daemon.answers["GET /v1/jobs/local-1"] = view
+    output = fine(tmctl("job", "show", "local-1"))
+    assert "agent away" not in output
+    assert "not connected" not in output
+    assert "running" not in output
+    assert "ended" in output
+
+
+def leaves(command: Any, path: list[str]) -> list[list[str]]:
+    if not hasattr(command, "commands"):
+        return [path]
+    return [leaf for name, each in command.commands.items() for leaf in leaves(each, [*path, name])]
+
+
+def test_every_command_explains_itself_and_its_exit_codes() -> None:
     for path in leaves(main, []):
         output = fine(CliRunner().invoke(main, [*path, "--help"]))
         assert "Exit codes: 0 done" in output, path
         assert "--json" in output, path
+
+
+@pytest.mark.parametrize("program", [main, tmd], ids=["tmctl", "tmd"])
+def test_every_command_shows_an_example_of_itself(program: click.Command) -> None:
+    name = "tmctl" if program is main else "tmd"
+    for path in [[], *leaves(program, [])]:
+        output = fine(CliRunner().invoke(program, [*path, "--help"]))
+        examples = output.partition("Example")[2]
+        own = " ".join(path) if path[:1] in (["config"], ["ledger"]) else " ".join([name, *path])
+        assert own in examples, path

@@ -56,6 +56,8 @@ async def test_the_views_are_those_that_the_interface_promises(shared_daemon: Da
     assert 0 < status["ledger"]["write_median_s"] <= status["ledger"]["write_max_s"]
     assert sum(status["jobs"].values()) == len(daemon.client.get("/v1/jobs")["jobs"])
     assert job_id in status["sentences"]
+    now = {(each["kind"], each["object"]) for each in status["now"] if each["job"] == job_id}
+    assert now >= {("job", job_id), ("node", f"{job_id}-n1"), ("node", f"{job_id}-n2"), ("node", f"{job_id}-n3")}
     job = daemon.client.get(f"/v1/jobs/{job_id}")
     assert (job["record"]["nnodes"], job["record"]["world_size"]) == (2, 2)
     assert [rank["record"]["rank"] for rank in job["ranks"]] == [0, 1]
@@ -93,6 +95,7 @@ async def test_the_job_key_is_never_shown(shared_daemon: Daemon, make_agent: Mak
         ("GET", "/v1/migrations/m999?wait=soon", None, 400, "wait=soon"),
         ("GET", "/v1/story/nobody", None, 404, "nothing is recorded about nobody"),
         ("GET", "/v1/nonsense", None, 404, "/v1/nonsense"),
+        ("GET", "/v1/local/jobs/local-1", None, 404, "this daemon has no local nodes (resource_manager = none)"),
         ("POST", "/v1/status", {}, 405, "/v1/status"),
         ("POST", "/v1/migrations", {"job": "nobody", "rank": 0}, 404, "there is no job nobody"),
         ("POST", "/v1/migrations", {"job": "j1"}, 400, "either a node or a rank"),

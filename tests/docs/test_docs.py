@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 import types
 import typing
@@ -154,6 +156,23 @@ def test_every_make_target_and_python_module_exists(document: Path) -> None:
 def test_python_examples_are_python(document: Path) -> None:
     for block in fenced(document, "python"):
         ast.parse(block)
+
+
+def test_the_script_of_the_readme_is_as_this_project_would_have_it(tmp_path: Path) -> None:
+    """A reader saves it in the checkout, where the linter and the formatter may find it."""
+    script, *_ = fenced(ROOT / "README.md", "python")
+    for command in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "--stdin-filename", str(ROOT / "train.py"), "-"]
+        done = subprocess.run(ruff, input=script, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_lint_looks_at_every_folder_with_python() -> None:
+    listed = re.search(r"^PYTHON_CODE := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert listed is not None
+    folders = [each for each in ROOT.iterdir() if each.is_dir() and each.name not in ("out", "build", "dist")]
+    with_python = {each.name for each in folders if not each.name.startswith(".") and any(each.rglob("*.py"))}
+    assert {"setup.py", *with_python} == set(listed[1].split())
 
 
 # -------------------------------------------------------------------- configuration and messages

@@ -55,7 +55,7 @@ def _ended_agent(job: Job, node: str) -> dict[str, Any] | None:
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        (["--rank", "9"], "has no rank 9 what to do: it has ranks 0 to 3"),
+        (["--rank", "9"], "has no rank 9: it has ranks 0 to 3"),
         (["--node", "n99"], "has no node n99"),
         (["--node", "n5"], "no rank of job {job} lives on n5 (it is standby)"),
         (["--rank", "1", "--to", "n2"], "n2 is where the rank is now: name another node"),

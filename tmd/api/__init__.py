@@ -27,6 +27,7 @@ Times are seconds since the Unix epoch. The views are those of `tmd.core.views`,
 
     Status  {"tmd_version", "protocol": [major, minor], "generation", "pid", "started_s", "now_s", "paused", "observe_only",
              "resource_manager", "agents": connected, "jobs": {state: count}, "sentences": {object id: sentence},
+             "now": [{"job", "kind": "job" | "migration" | "node" | "standby", "object", "sentence"}] without what has ended,
              "ledger": {"url", "healthy", "error", "failing_since_s", "writes", "write_median_s", "write_max_s"}}
     Node    {"name", "state": "up" | "draining" | "drained" | "down" | "unknown", "manager_state": "IDLE+DRAIN", "address",
              "labels", "reason", "uses": [NodeView of tmd.core.views, one for each job]}

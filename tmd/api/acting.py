@@ -78,7 +78,7 @@ async def cancel_job(request: web.Request) -> web.Response:
     job_id = request.match_info["job"]
     view = await find_job(context, caller, job_id)
     if context.core.job(job_id) is None:
-        raise ApiError(409, f"job {job_id} is {view.record.state} already", "nothing to do")
+        raise ApiError(409, f"job {job_id} is {view.record.state} already")
     await _decide(context, lambda now: context.core.cancel_job(now, job_id, caller.name))
     return answer(job_json(await find_job(context, caller, job_id)))
 
@@ -151,8 +151,8 @@ def _check_target(view: JobView, wanted: MigrationRequest) -> None:
     """Raises ApiError 404 for a rank or node that the job does not have."""
     record = view.record
     if wanted.rank is not None and not 0 <= wanted.rank < record.world_size:
-        raise ApiError(404, f"job {record.job_id} has no rank {wanted.rank}", f"it has ranks 0 to {record.world_size - 1}")
+        raise ApiError(404, f"job {record.job_id} has no rank {wanted.rank}: it has ranks 0 to {record.world_size - 1}")
     nodes = sorted(node.node for node in view.nodes)
     for node in (wanted.node, wanted.to_node):
         if node is not None and nodes and node not in nodes:
-            raise ApiError(404, f"job {record.job_id} has no node {node}", f"its nodes are {', '.join(nodes)}")
+            raise ApiError(404, f"job {record.job_id} has no node {node}: its nodes are {', '.join(nodes)}")

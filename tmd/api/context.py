@@ -172,9 +172,8 @@ async def say_errors(request: web.Request, handler: Handler) -> web.StreamRespon
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return _refuse(
-            error.status, f"{request.method} {request.path}: {error.text or error.reason}", "see tmd.api for what there is"
-        )
+        what = f"{request.method} {request.path}: {error.text or error.reason}"
+        return _refuse(error.status, what, "if tmctl asked: tmctl --version and tmctl status should name the same version")
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         what = f"the daemon (pid {os.getpid()}) failed on {request.method} {request.path}"

@@ -12,6 +12,7 @@ from aiohttp import web
 
 import tmd
 from tmd.api.context import CONTEXT, ApiError, Caller, Context, answer, query_number
+from tmd.api.now import under_way
 from tmd.core.records import JobRecord
 from tmd.core.views import JobView, MigrationView
 from tmd.ledger.reading import MIGRATION_ENDED
@@ -53,6 +54,7 @@ async def status(request: web.Request) -> web.Response:
             "agents": len(context.hub),
             "jobs": Counter(view.record.state for view in jobs),
             "sentences": _sentences(context, caller, jobs),
+            "now": under_way(context.core, caller),
             "ledger": {
                 "url": context.ledger.shown_url,
                 "healthy": context.loop.failing_since_s is None,

@@ -23,12 +23,14 @@ TIMEOUT_S = 30.0
 
 
 class ClientError(Exception):
-    """The daemon could not be asked, or said no. `status` is the HTTP status, 0 if there was no answer."""
+    """The daemon could not be asked, or said no. `status` is the HTTP status, 0 if there was no answer; `absent`: nobody was
+    there, so nothing was asked."""
 
-    def __init__(self, message: str, remedy: str = "", *, status: int = 0) -> None:
+    def __init__(self, message: str, remedy: str = "", *, status: int = 0, absent: bool = False) -> None:
         super().__init__(message)
         self.remedy = remedy
         self.status = status
+        self.absent = absent
 
     @property
     def exit_code(self) -> int:
@@ -103,6 +105,7 @@ class Client:
             return ClientError(
                 f"no daemon at {self.path}: {what}; the job, if one runs, is not affected",
                 "start it (systemctl start tmd, or: tmd serve), or name another socket with --socket or TMD_SOCKET",
+                absent=True,
             )
         return ClientError(f"talking to the daemon at {self.path} failed: {error}", "try again; its log may say more")
 

@@ -14,6 +14,7 @@ from tmd.cli.ledger import ledger
 from tmd.cli.local import local
 from tmd.cli.migrate import migrate, migration, migrations
 from tmd.cli.shell import Tmctl, command, make
+from tmd.cli.watch import perhaps_starting
 from tmd.config import default_socket
 
 
@@ -43,14 +44,25 @@ def main(context: click.Context, socket: Path | None) -> None:
 @main.command()
 @command
 def status(tmctl: Tmctl) -> None:
-    """What the daemon is doing, and one sentence for each job, migration and node it cares about."""
+    """What the daemon is doing, and one sentence for each job, migration, node and standby that is in use now.
+
+    \b
+    Examples:
+      tmctl status
+      watch -n 1 tmctl status
+    """
     tmctl.answer(tmctl.get("/v1/status"), views.show_status)
 
 
 @main.command()
 @command
 def jobs(tmctl: Tmctl) -> None:
-    """Jobs that run and jobs that ended, newest first."""
+    """Jobs that run and jobs that ended, newest first.
+
+    \b
+    Example:
+      tmctl jobs
+    """
     tmctl.answer(tmctl.get("/v1/jobs"), lambda answer: views.show_jobs(answer["jobs"]))
 
 
@@ -69,15 +81,23 @@ def job_show(tmctl: Tmctl, job_id: str) -> None:
     Example:
       tmctl job show local-1
     """
-    tmctl.answer(tmctl.get(f"/v1/jobs/{quote(job_id, safe='')}"), views.show_job)
+    with perhaps_starting(tmctl, job_id):
+        view = tmctl.get(f"/v1/jobs/{quote(job_id, safe='')}")
+    tmctl.answer(view, views.show_job)
 
 
 @job.command("cancel")
 @click.argument("job_id", metavar="JOB")
 @command
 def job_cancel(tmctl: Tmctl, job_id: str) -> None:
-    """End a job: its agents end their ranks. Nothing of it is saved."""
-    answer = tmctl.post(f"/v1/jobs/{quote(job_id, safe='')}/cancel")
+    """End a job: its agents end their ranks. Nothing of it is saved.
+
+    \b
+    Example:
+      tmctl job cancel local-1
+    """
+    with perhaps_starting(tmctl, job_id):
+        answer = tmctl.post(f"/v1/jobs/{quote(job_id, safe='')}/cancel")
     tmctl.answer(answer, lambda view: click.echo(f"job {job_id} is {view['record']['state']}: {view['record']['reason']}"))
 
 
@@ -85,7 +105,13 @@ def job_cancel(tmctl: Tmctl, job_id: str) -> None:
 @click.argument("job_id", metavar="JOB")
 @command
 def job_token(tmctl: Tmctl, job_id: str) -> None:
-    """Print the token by which agents on other machines prove whose job this is. Keep it in a file only its owner can read."""
+    """Print the token by which agents on other machines prove whose job this is. Keep it in a file only its owner can read.
+
+    \b
+    Example:
+      (umask 077; tmctl job token job7 > token)
+      tmd-run --daemon http://head:7070 --token-file token --job-id job7 --nnodes 2 train.py
+    """
     answer = tmctl.post(f"/v1/jobs/{quote(job_id, safe='')}/token")
     tmctl.answer(answer, lambda token: click.echo(token["token"]))
 
@@ -93,14 +119,24 @@ def job_token(tmctl: Tmctl, job_id: str) -> None:
 @main.command()
 @command
 def nodes(tmctl: Tmctl) -> None:
-    """Nodes: what the resource manager says of them, and what jobs use them for."""
+    """Nodes: what the resource manager says of them, and what jobs use them for.
+
+    \b
+    Example:
+      tmctl nodes
+    """
     tmctl.answer(tmctl.get("/v1/nodes"), views.show_nodes)
 
 
 @main.command()
 @command
 def standby(tmctl: Tmctl) -> None:
-    """Standby processes; `ready` ones can take a role at once."""
+    """Standby processes; `ready` ones can take a role at once.
+
+    \b
+    Example:
+      tmctl standby
+    """
     tmctl.answer(tmctl.get("/v1/standbys"), lambda answer: views.show_standbys(answer["standbys"]))
 
 
@@ -124,7 +160,12 @@ def drain(tmctl: Tmctl, node: str, reason: str) -> None:
 @click.argument("node")
 @command
 def resume(tmctl: Tmctl, node: str) -> None:
-    """End a drain: the node may be used again. A migration that the drain began and that has not flipped is called off."""
+    """End a drain: the node may be used again. A migration that the drain began and that has not flipped is called off.
+
+    \b
+    Example:
+      tmctl resume n3
+    """
     answer = tmctl.post(f"/v1/nodes/{quote(node, safe='')}/resume")
     tmctl.answer(answer, lambda seen: click.echo(f"node {seen['node']} is {seen['state']}"))
 
@@ -147,14 +188,24 @@ def story(tmctl: Tmctl, subject: str, limit: int) -> None:
 @main.command()
 @command
 def pause(tmctl: Tmctl) -> None:
-    """Begin nothing planned until `tmctl unpause`: drains and requests queue. Lost ranks are still replaced."""
+    """Begin nothing planned until `tmctl unpause`: drains and requests queue. Lost ranks are still replaced.
+
+    \b
+    Example:
+      tmctl pause
+    """
     tmctl.answer(tmctl.post("/v1/pause"), lambda _: click.echo("paused: nothing planned begins; undo with: tmctl unpause"))
 
 
 @main.command()
 @command
 def unpause(tmctl: Tmctl) -> None:
-    """End a pause: what has queued begins."""
+    """End a pause: what has queued begins.
+
+    \b
+    Example:
+      tmctl unpause
+    """
     tmctl.answer(tmctl.post("/v1/unpause"), lambda _: click.echo("active: planned migrations begin again"))
 
 

@@ -13,6 +13,7 @@ from tmd.cli import views
 from tmd.cli.client import ClientError
 from tmd.cli.output import NOTHING
 from tmd.cli.shell import Tmctl, command
+from tmd.cli.watch import perhaps_starting
 from tmd.core.records import PHASES
 
 POLL_S = 0.2
@@ -42,7 +43,8 @@ def migrate(
     if (node is None) == (rank is None):
         raise click.UsageError("say which part of the job moves: either --node N or --rank R")
     request: dict[str, Any] = {"job": job_id, "node": node, "rank": rank, "to_node": to_node, "dry_run": dry_run}
-    answer = tmctl.post("/v1/migrations", {name: value for name, value in request.items() if value is not None})
+    with perhaps_starting(tmctl, job_id):
+        answer = tmctl.post("/v1/migrations", {name: value for name, value in request.items() if value is not None})
     if dry_run:
         tmctl.answer(answer, lambda told: click.echo(told["explanation"]))
     elif wait:
@@ -80,7 +82,12 @@ def migration_show(tmctl: Tmctl, migration_id: str, wait: bool) -> None:
 @click.argument("migration_id", metavar="ID")
 @command
 def migration_abort(tmctl: Tmctl, migration_id: str) -> None:
-    """Call a planned migration off. It counts only if the switchover has not happened; training goes on either way."""
+    """Call a planned migration off. It counts only if the switchover has not happened; training goes on either way.
+
+    \b
+    Example:
+      tmctl migration abort m1
+    """
     answer = tmctl.post(f"{_address(migration_id)}/abort")
     record = answer["record"]
     tmctl.answer(answer, lambda view: click.echo(f"{migration_id} is {record['state']}: {record['reason'] or view['sentence']}"))
@@ -91,7 +98,13 @@ def migration_abort(tmctl: Tmctl, migration_id: str) -> None:
 @click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="At most this many.")
 @command
 def migrations(tmctl: Tmctl, job_id: str | None, limit: int) -> None:
-    """Migrations, newest first, with the time each phase took and what they cost."""
+    """Migrations, newest first, with the time each phase took and what they cost.
+
+    \b
+    Examples:
+      tmctl migrations
+      tmctl migrations --job local-1 --limit 5
+    """
     job = f"&job={quote(job_id, safe='')}" if job_id else ""
     answer = tmctl.get(f"/v1/migrations?limit={limit}{job}")
     tmctl.answer(answer, lambda found: views.show_migrations(found["migrations"]))

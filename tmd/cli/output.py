@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from tmd.protocol.reasons import in_one_line
 
 Row = Sequence[object]
 #: What is shown for "not known" and "does not apply".
@@ -57,7 +60,7 @@ def show_json(value: Any) -> None:
 
 
 def show(listing: Listing) -> None:
-    rows = [[_one_line(text(value)) for value in row] for row in listing.rows]
+    rows = [[in_one_line(text(value)) for value in row] for row in listing.rows]
     if not rows:
         click.echo(f"{listing.title}: {listing.empty}" if listing.title else listing.empty)
     elif not sys.stdout.isatty():
@@ -130,10 +133,14 @@ def text(value: object) -> str:
     return str(value)
 
 
-def _one_line(cell: str) -> str:
-    """Of several lines the first and the last: a traceback ends with what went wrong."""
-    first, *more = [line.rstrip() for line in cell.splitlines() if line.strip()] or [cell]
-    return f"{first}{' ' if first.endswith(':') else ' … '}{more[-1].strip()}" if more else first
+def count(number: int, thing: str) -> str:
+    """1 node, 2 nodes."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sorts n2 before n10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def ms(seconds: float | None) -> float | None:

@@ -25,6 +25,8 @@ EXIT_CODES = (
 #: A daemon that is started again is back within this time.
 PATIENCE_S = 30.0
 RETRY_S = 0.2
+#: From `tmd serve` until it listens, on a busy machine.
+DAEMON_START_S = 15.0
 
 
 @dataclasses.dataclass
@@ -56,6 +58,22 @@ class Tmctl:
     def post(self, target: str, body: Any = None) -> Any:
         """Raises ClientError."""
         return self.client.post(target, body)
+
+    def post_once_there(self, target: str, body: Any) -> Any:
+        """As `post`, but a daemon that does not listen yet is waited for: until it does, nothing has been asked. Raises
+        ClientError."""
+        deadline = time.monotonic() + DAEMON_START_S
+        said = False
+        while True:
+            try:
+                return self.client.post(target, body)
+            except ClientError as error:
+                if not error.absent or time.monotonic() > deadline:
+                    raise
+            if not said:
+                click.echo(f"no daemon listens at {self.client.path} yet: waiting up to {DAEMON_START_S:.0f} s for one", err=True)
+                said = True
+            time.sleep(RETRY_S)
 
     def answer(self, value: Any, show: Callable[[Any], None]) -> None:
         """JSON for programs, `show` for people."""

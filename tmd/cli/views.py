@@ -6,11 +6,15 @@ from typing import Any
 
 import click
 
-from tmd.cli.output import NOTHING, Listing, age, clock, lines, ms, show
+from tmd.cli.output import NOTHING, Listing, age, clock, count, lines, ms, natural, show
 from tmd.core.records import PHASES
 
 #: Uses of a node that are not over.
 _HELD = ("training", "standby")
+#: The order in which a job's objects are told of.
+_KINDS = ("job", "migration", "node", "standby")
+#: What is run, as the daemon records it: with its kind first.
+_KINDS_OF_COMMAND = {"script": (), "module": ("-m",), "program": ("--no-python",)}
 #: A chain of causes is indented this deep at most.
 _DEEPEST = 8
 
@@ -33,9 +37,15 @@ def show_status(status: dict[str, Any]) -> None:
             ("jobs", jobs),
         ]
     )
-    if status["sentences"]:
+    if status["now"]:
         click.echo()
-        show(Listing(("object", "now"), list(status["sentences"].items())))
+        rows = [(each["job"], each["object"], each["sentence"]) for each in sorted(status["now"], key=_place)]
+        show(Listing(("job", "object", "now"), rows))
+
+
+def _place(each: dict[str, Any]) -> tuple[object, ...]:
+    """Job by job: the job itself, then what belongs to it."""
+    return natural(each["job"]), _KINDS.index(each["kind"]), natural(each["object"])
 
 
 def _ms(seconds: float | None) -> str:
@@ -61,9 +71,9 @@ def show_job(view: dict[str, Any]) -> None:
             ("job", record["job_id"]),
             ("state", record["state"]),
             ("now", view["sentence"] or record["reason"]),
-            ("shape", f"{record['nnodes']} nodes with {record['nproc_per_node']} ranks each, {record['world_size']} ranks"),
+            ("shape", _shape(record)),
             ("owner uid", record["owner_uid"]),
-            ("command", " ".join(record["command"])),
+            ("command", _command(record["command"])),
             ("epoch", record["epoch"]),
             ("next step", view["next_step"]),
             ("normal step (ms)", ms(view["normal_step_s"])),
@@ -74,9 +84,10 @@ def show_job(view: dict[str, Any]) -> None:
         ]
     )
     click.echo()
-    show(_rank_listing("ranks", view["ranks"]))
+    over = record["state"] in ("done", "failed")
+    show(_rank_listing("ranks", view["ranks"], over=over))
     click.echo()
-    show(_rank_listing("standbys", view["standbys"]))
+    show(_rank_listing("standbys", view["standbys"], over=over))
     click.echo()
     nodes = [
         (node["node"], node["use"], node["state"], _labels(node["labels"]), node["agent_id"], node["reason"])
@@ -87,15 +98,29 @@ def show_job(view: dict[str, Any]) -> None:
     show_migrations(view["migrations"], title="migrations under way")
 
 
-def _rank_listing(title: str, views: list[dict[str, Any]]) -> Listing:
+def _shape(record: dict[str, Any]) -> str:
+    each = "" if record["nnodes"] == 1 else " each"
+    nodes, ranks = count(record["nnodes"], "node"), count(record["nproc_per_node"], "rank")
+    return f"{nodes} with {ranks}{each}, {count(record['world_size'], 'rank')} in all"
+
+
+def _command(recorded: list[str]) -> str:
+    """As one would type it: (kind, target, argument…) is how it is recorded."""
+    kind, *rest = recorded or ("",)
+    return " ".join((*_KINDS_OF_COMMAND[kind], *rest) if kind in _KINDS_OF_COMMAND else recorded)
+
+
+def _rank_listing(title: str, views: list[dict[str, Any]], *, over: bool) -> Listing:
+    """`over`: the job has ended, so nobody runs, whatever was heard last."""
     rows = []
     for view in views:
         record = view["record"]
-        phase = view["phase"] or record["state"]
+        phase = "ended" if over else view["phase"] or record["state"]
         address = f"{view['host']}:{view['port']}" if view["port"] else NOTHING
-        heard = age(view["last_heard_s"]) + ("" if view["connected"] else " (agent away)")
+        heard = age(view["last_heard_s"]) + ("" if over or view["connected"] else " (agent away)")
         row = (record["rank"], record["incarnation"], record["node"], view["pid"] or None, address, phase)
-        rows.append((*row, view["run_epoch"], view["next_step"], heard, view["sentence"] or record["reason"]))
+        now = record["reason"] if over else view["sentence"] or record["reason"]
+        rows.append((*row, view["run_epoch"], view["next_step"], heard, now))
     headers = ("rank", "incarnation", "node", "pid", "address", "phase", "epoch", "next step", "heard ago", "now")
     return Listing(headers, rows, title=title)
 

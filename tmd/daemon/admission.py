@@ -80,8 +80,8 @@ class Admissions:
         if uid is None:
             what = "its token is not for this job" if hello.token else "it has no token"
             raise NotAdmitted(
-                f"an agent of job {hello.job_id} came over TCP and {what}: on the head node, as the job's owner, ask for one "
-                f"(POST /v1/jobs/{hello.job_id}/token) and give its file to tmd-run"
+                f"an agent of job {hello.job_id} came over TCP and {what}: on the head node, as the job's owner, run "
+                f"tmctl job token {hello.job_id} > token, bring that file here and run tmd-run with --token-file token"
             )
         record = self._job(hello.job_id)
         known = Admission(record.owner_uid, record.job_key) if record is not None else self._new.get(hello.job_id)

@@ -30,7 +30,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(tmd.__version__, prog_name="tmd")
 def main() -> None:
-    """tmd replaces a machine of a running training job; the other ranks never stop."""
+    """tmd replaces a machine of a running training job; the other ranks never stop.
+
+    \b
+    Examples:
+      tmd serve                                   run the daemon; tmctl talks to it
+      tmd config check /etc/tmd/tmd.toml          before starting it again
+      tmd ledger check
+    """
 
 
 @main.command()
@@ -44,7 +51,14 @@ def main() -> None:
 @click.option("--log-format", type=click.Choice(["logfmt", "json"]), help="Default: logfmt.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
 def serve(config_file: Path | None, observe_only: bool | None, **daemon: str | None) -> None:
-    """Run the daemon in the foreground."""
+    """Run the daemon in the foreground. It is ready when it logs `ready:`.
+
+    \b
+    Examples:
+      tmd serve
+      tmd serve --config /etc/tmd/tmd.toml --listen :7070 --resource-manager none
+      tmd serve --state-dir /tmp/tmd-try
+    """
     config = _load(config_file, daemon, {"observe_only": observe_only})
     from sqlalchemy.exc import DBAPIError
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 
+from aiohttp import web
+
+from tmd.api.context import ApiError
 from tmd.core.records import NodeRecord, NodeState
 from tmd.core.views import NodeView as JobNode
 from tmd.nodes.base import NodeEvent, NodeView, UnknownNode
@@ -65,3 +68,16 @@ class ManualNodes:
             reason=self._drained.get(name, ""),
             jobs=jobs,
         )
+
+
+def routes_of_no_cluster() -> list[web.AbstractRouteDef]:
+    """In the place of tmd.nodes.local_routes: what is asked of local nodes is refused in words."""
+
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        raise ApiError(
+            404,
+            "this daemon has no local nodes (resource_manager = none)",
+            "start tmd-run on each node, or the daemon with: tmd serve --resource-manager local",
+        )
+
+    return [web.route("*", "/v1/local/{rest:.*}", refuse)]

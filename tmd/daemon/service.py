@@ -30,7 +30,7 @@ from tmd.daemon.agents import AgentHub
 from tmd.daemon.http_log import quiet_http
 from tmd.daemon.identity import operator_uids
 from tmd.daemon.loop import CoreLoop
-from tmd.daemon.manual_nodes import ManualNodes
+from tmd.daemon.manual_nodes import ManualNodes, routes_of_no_cluster
 from tmd.daemon.narrator import Narrator
 from tmd.daemon.node_feed import NodeFeed, Releases
 from tmd.daemon.notify import Notifier
@@ -90,9 +90,7 @@ class _Outlets:
         try:
             self._tokens.write_file(job.job_id, job.owner_uid)
         except OSError as error:
-            log.error(
-                "token file not written: %s; POST /v1/jobs/%s/token gives it too", error, job.job_id, extra={"job": job.job_id}
-            )
+            log.error("token file not written: %s; tmctl job token %s gives it too", error, job.job_id, extra={"job": job.job_id})
 
 
 async def serve(config: Config, *, notifier: Notifier) -> None:
@@ -168,7 +166,7 @@ async def _resource_manager(
 ) -> AsyncIterator[tuple[ResourceManager, list[web.AbstractRouteDef]]]:
     if config.daemon.resource_manager == "none":
         manual = ManualNodes(core.nodes, snapshot.nodes)
-        yield manual, []
+        yield manual, routes_of_no_cluster()
         await manual.close()
         return
     try:

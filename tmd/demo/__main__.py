@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 
 from tmd.cli.client import ClientError
 from tmd.demo.losses import compare, median_step_s
+from tmd.demo.outputs import FolderRefused, take
 from tmd.demo.report import document, shortcomings, show
 from tmd.demo.run import Disturbance, Run, RunFailed, Shape, run
 from tmd.demo.stack import Stack, StackError
@@ -38,7 +38,8 @@ def main(out: Path, steps: int, nodes: int, standbys: int, soak: int | None, see
     """A training run outlives a drained node and a killed node, bit for bit.
 
     \b
-    Writes OUT/report.json and, for each run, losses, final digests and the logs of every node.
+    Writes OUT/report.json and, for each run, losses, final digests and the logs of every node. What an earlier run left in
+    OUT is deleted; a folder with anything else in it is refused.
     Exit code 0 only if every run was bit-identical to the undisturbed one and no other rank restarted.
 
     \b
@@ -46,8 +47,10 @@ def main(out: Path, steps: int, nodes: int, standbys: int, soak: int | None, see
       python -m tmd.demo
       python -m tmd.demo --soak 20 --seed 7
     """
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    try:
+        take(out)
+    except (FolderRefused, OSError) as error:
+        raise click.UsageError(str(error)) from None
     shape = Shape(nodes=nodes, standbys=standbys, steps=steps, script=script.resolve())
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     try:
@@ -75,6 +78,7 @@ def _judge(reference: Run, disturbed: Run, out: Path) -> bool:
     report = document(disturbed, verdict, median_step_s(reference.result))
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     show(report)
+    print(f"report: {out / 'report.json'}")
     faults = shortcomings(report)
     for fault in faults:
         say(fault)

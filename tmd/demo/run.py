@@ -82,6 +82,7 @@ class _Watch:
         self._first_pids: dict[int, int] = {}
         self._last_pids: dict[int, int] = {}
         self._said: dict[str, str] = {}
+        self._open: set[str] = set()
         self._started = time.monotonic()
 
     def until_end(self, out: Path) -> Run:
@@ -104,6 +105,7 @@ class _Watch:
             if self._pending and view["next_step"] >= self._pending[0].at_step and record["state"] == "running":
                 self._disturb(view, self._pending.pop(0))
             time.sleep(POLL_S)
+        self._tell_ended()
         self._wait_until_gone(out)
         if self._pending:
             raise RunFailed(
@@ -158,8 +160,17 @@ class _Watch:
                 self._first_pids.setdefault(rank, pid)
                 self._last_pids[rank] = pid
         self._tell("job", f"step {view['next_step']}/{self._shape.steps}, epoch {view['record']['epoch']}: {view['sentence']}")
-        for each in view["migrations"]:
-            self._tell(each["record"]["migration_id"], f"{each['record']['migration_id']}: {each['sentence']}")
+        under_way = {each["record"]["migration_id"]: each["sentence"] for each in view["migrations"]}
+        for migration_id, sentence in under_way.items():
+            self._tell(migration_id, f"{migration_id}: {sentence}")
+        if self._open - under_way.keys():
+            self._tell_ended()
+        self._open = set(under_way)
+
+    def _tell_ended(self) -> None:
+        for record in self._migrations():
+            if record["ended_s"] is not None:
+                self._tell(record["migration_id"], f"{record['migration_id']}: {record['state']}: {record['reason']}")
 
     def _tell(self, key: str, line: str) -> None:
         """On a terminal the job's line is rewritten in place; elsewhere a line is said when more than the step changed."""

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from tmd.protocol.control import RankWelcome
 from tmd.protocol.exits import EXIT_TORN
-from tmd_worker import faults, guard
+from tmd_worker import faults, guard, mistakes
 from tmd_worker.control import Control, Heart
 from tmd_worker.core.rank import RankCore
 from tmd_worker.discard import StepDiscarded
@@ -187,9 +187,12 @@ class MemberEngine:
             if self._core.phase != "finished":
                 self._end_failed(f"main called sys.exit({ended.code!r}) before its last step\n{traceback.format_exc()}")
             raise
-        except Exception:
-            self._end_failed(traceback.format_exc())
-            raise
+        except Exception as error:
+            mistake = mistakes.told(error)
+            self._end_failed(mistake or traceback.format_exc())
+            if mistake is None:
+                raise
+            sys.exit(mistake.rstrip())
         if self._core.phase != "finished":
             self._end_failed("main returned before its last step: let the loop over session.steps run to its end\n")
             sys.exit(1)

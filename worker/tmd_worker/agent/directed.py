@@ -34,6 +34,7 @@ from tmd.protocol.codec import FROM_RANK, PROTOCOL
 from tmd.protocol.control import FromRank, RankUpdate, RankWelcome
 from tmd.protocol.keys import fingerprint
 from tmd.protocol.rank import Directive, RankStatus
+from tmd.protocol.reasons import in_one_line
 from tmd_worker.agent import identity
 from tmd_worker.agent.daemon_link import DaemonLink, DaemonRefusal
 from tmd_worker.agent.environment import rank_environment
@@ -173,7 +174,8 @@ class DirectedNode:
             return
         if directive.job_over is not None:
             code = exit_status(directive.job_over.exit_code)
-            self.decide(Outcome(code, f"job {self._settings.job_id} is over here with code {code}: {directive.job_over.reason}"))
+            reason = in_one_line(directive.job_over.reason)  # a traceback is in the log of the node where it happened
+            self.decide(Outcome(code, f"job {self._settings.job_id} is over here with code {code}: {reason}"))
             return
         self._match_processes(directive)
         for order in directive.ranks:
