@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
@@ -42,9 +43,10 @@ class Script:
         self.tracked.set_role(0, 2)
         for name, obj in (("model", self.model), ("optimizer", self.optimizer), ("data", batches)):
             self.tracked.add(name, obj)
+        self.clear_gradients: Callable[[], object] = self.optimizer.zero_grad
 
     def step(self) -> None:
-        self.optimizer.zero_grad()
+        self.clear_gradients()
         self.model(self.tracked.loaders["data"].next()).pow(2).mean().backward()
         self.optimizer.step()
 
@@ -53,9 +55,12 @@ class Script:
         untracked = Untracked(self.tracked)
         before = self.tracked.snapshot_all()
         untracked.begin(sys._getframe())
-        with untracked.draws as draws:
+        with contextlib.ExitStack() as looking:
+            for watch in untracked.watches:
+                looking.enter_context(watch)
             for _ in range(SHADOW_STEPS):
-                draws.next_step()
+                for watch in untracked.watches:
+                    watch.next_step()
                 self.step()
                 also()
         untracked.steps_done(sys._getframe())
@@ -388,3 +393,58 @@ def test_a_finding_says_what_where_why_and_what_to_write() -> None:
     assert finding.text() == "error: scaler (train.py:3): a GradScaler changed\n    lost with this rank: the scale\n    do: add"
     assert finding.line() == "scaler (train.py:3): a GradScaler changed; lost with this rank: the scale; add"
     assert findings.count([finding], "error") == 1
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("clears_at", ["begin, to None", "begin, to zero", "end"])
+def test_gradients_that_every_step_clears_are_silent(script: Script, clears_at: str) -> None:
+    script.clear_gradients = {
+        "begin, to None": script.optimizer.zero_grad,
+        "begin, to zero": lambda: script.optimizer.zero_grad(set_to_none=False),
+        "end": lambda: None,
+    }[clears_at]
+    assert script.look(script.optimizer.zero_grad if clears_at == "end" else lambda: None) == {}
+
+
+def test_gradients_that_are_carried_into_the_next_step_are_named(script: Script) -> None:
+    """Accumulation over several steps: what had been accumulated is emptied when a step is given up."""
+    script.clear_gradients = lambda: None
+    (finding,) = script.look().values()
+    assert (finding.severity, finding.fatal, finding.kind, finding.name) == ("error", True, "gradient", "model/3.bias")
+    assert "and 5 more is carried from one step into the next" in finding.what
+    assert "inside one `with step:`" in finding.remedy
+
+
+class Rebinding:
+    """An average of the weights whose `load_state_dict` puts other objects in the place of its own, as most do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self.mean = torch.zeros(())
+
+    def update(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * parameter.detach()
+        self.mean.add_(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow, self.mean = state["shadow"], state["mean"]
+
+
+def test_a_tracked_object_may_bind_other_objects_when_it_is_put_back(script: Script) -> None:
+    average = Rebinding(script.model)
+    script.tracked.add("average", average)
+    assert script.look(lambda: average.update(script.model)) == {}
+
+
+def test_what_a_tracked_object_forgets_in_its_state_dict_is_named(script: Script) -> None:
+    average = Rebinding(script.model)
+    average.state_dict = lambda: {"shadow": average.shadow, "mean": torch.zeros(())}  # type: ignore[method-assign]
+    average.load_state_dict = lambda state: setattr(average, "shadow", state["shadow"])  # type: ignore[method-assign]
+    script.tracked.add("average", average)
+    assert list(script.look(lambda: average.update(script.model))) == ["average.mean"]

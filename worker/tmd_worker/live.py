@@ -60,7 +60,7 @@ class LiveLoop:
         untracked = Untracked(self._tracked)
         if not standby:
             untracked.begin(sys._getframe())
-        yield from shadow_steps(self, untracked.draws)
+        yield from shadow_steps(self, untracked.watches)
         if not standby:
             untracked.steps_done(sys._getframe())
         self._tracked.restore_all(before, keep_allocated=standby)

@@ -6,14 +6,15 @@ later. A joiner that still had that before it would call a collective that nobod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tmd_worker.check.draws import Draws
 from tmd_worker.step import Step, StepDriver
 
 #: The second one runs on what the first one has set up (optimizer state, buckets, compiled code).
@@ -22,12 +23,26 @@ LEAST_STEPS = 2
 MOST_STEPS = 5
 
 
-def shadow_steps(driver: StepDriver, draws: Draws) -> Iterator[Step]:
-    """As many as are enough, each in the view of `draws`."""
+class Watch(Protocol):
+    """Looks on while the shadow steps run."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
+
+    def next_step(self) -> None:
+        """Another step is about to begin."""
+
+
+def shadow_steps(driver: StepDriver, watches: Sequence[Watch]) -> Iterator[Step]:
+    """As many as are enough, each in the view of `watches`."""
     done = 0
-    with Settling() as settling, draws:
+    with Settling() as settling, contextlib.ExitStack() as looking:
+        for watch in watches:
+            looking.enter_context(watch)
         while settling.wants_more(done):
-            draws.next_step()
+            for watch in watches:
+                watch.next_step()
             step = Step(driver, done, shadow=True)
             yield step
             step.require_body()

@@ -154,7 +154,7 @@ class CheckEngine:
         before = self._tracked.snapshot_all() if complete else None
         self._untracked.begin(sys._getframe())
         self._began = True
-        for step in shadow_steps(self, self._untracked.draws):
+        for step in shadow_steps(self, self._untracked.watches):
             yield step
             self._steps += 1
         self._untracked.steps_done(sys._getframe())

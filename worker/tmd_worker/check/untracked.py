@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader
 from tmd_worker.check import kinds
 from tmd_worker.check.draws import Draws
 from tmd_worker.check.findings import Finding, Severity
+from tmd_worker.check.gradients import CarriedGradients
 from tmd_worker.check.holdings import Held, Walk, roots
 from tmd_worker.state.loader import LoaderCursor
 from tmd_worker.state.tracked import Tracked
+from tmd_worker.warmup import Watch
 
 _CHANGED = "a {type} that was not tracked changed in the shadow steps"
 _MADE = "a {type} that was not tracked was made in a shadow step and stays"
@@ -35,7 +37,11 @@ class Untracked:
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
-        self.draws = Draws()
+        self._draws = Draws()
+        self._gradients = CarriedGradients(tracked.parameters)
+        #: To be entered around the shadow steps.
+        self.watches: tuple[Watch, ...] = (self._draws, self._gradients)
+        self._frame: FrameType | None = None
         self._held: list[Held] = []
         self._made: list[Held] = []
         #: Fingerprints before the shadow steps and after them, by the held object's id.
@@ -45,6 +51,7 @@ class Untracked:
 
     def begin(self, frame: FrameType) -> None:
         """`frame`: the caller's; the script's functions are above it."""
+        self._frame = frame
         with self._looking():
             self._held = self._walk(frame)
             self._before = {id(held.obj): held.fingerprint() for held in self._held}
@@ -63,6 +70,9 @@ class Untracked:
             found = [finding for held in self._held if (finding := self._finding(held, restored)) is not None]
             found += [_finding_of(held, _MADE, severity="error") for held in self._made]
             found += [_by_hand(name) for name, cursor in self._tracked.loaders.items() if self._is_drawn_by_hand(cursor)]
+        if self._gradients.carried:
+            found.append(_carried(self._gradients.carried))
+        self._frame = None
         if self._failure is not None:
             what = f"the script could not be searched for state that was not tracked: {self._failure!r}"
             return [Finding(severity="error", kind="check", what=what, why="whatever was forgotten", remedy="report this")]
@@ -77,22 +87,29 @@ class Untracked:
             self._failure = self._failure or error
 
     def _finding(self, held: Held, restored: bool) -> Finding | None:
-        if held.kind is kinds.LOADER and self.draws.carried(held.obj):
+        if held.kind is kinds.LOADER and self._draws.carried(held.obj):
             return _finding_of(held, _DRAWN, severity="error", fatal=True)
         if held.kind is kinds.ITERATOR and self._of_a_loader(held.obj):
             return None
         before, after = self._before[id(held.obj)], self._after.get(id(held.obj), b"")
         now = held.fingerprint() if restored else after
-        if now != before:
+        if now != before and not (restored and self._is_back_as_another(held, before)):
             return _finding_of(held, _CHANGED, severity="error", fatal=held.kind.sure)
         if after != before:
             return None  # it changed and is back: something tracked covers it
         return _finding_of(held, _THERE, severity="warning") if held.matters() else None
 
+    def _is_back_as_another(self, held: Held, before: bytes) -> bool:
+        """What is tracked may put another object in this one's place: `self.shadow = state["shadow"]`."""
+        if self._frame is None:
+            return False
+        there = next((each for each in self._walk(self._frame) if each.node.path == held.node.path), None)
+        return there is not None and there.kind is held.kind and there.fingerprint() == before
+
     def _is_drawn_by_hand(self, cursor: LoaderCursor) -> bool:
         """An object that knows its own position may be."""
         source = cursor.parts()[0]
-        return isinstance(source, DataLoader) and not hasattr(source, "state_dict") and self.draws.carried(source)
+        return isinstance(source, DataLoader) and not hasattr(source, "state_dict") and self._draws.carried(source)
 
     def _of_a_loader(self, iterator: Any) -> bool:
         """One of a loader that is named itself."""
@@ -125,6 +142,20 @@ def _by_hand(name: str) -> Finding:
         what="this tracked DataLoader is drawn from by hand, so tmd does not know how far it has come",
         why=kinds.LOADER.lost,
         remedy=f"take batches from step.batch or step.next_batch({name!r}) and do not iterate over it yourself",
+    )
+
+
+def _carried(names: list[str]) -> Finding:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return Finding(
+        severity="error",
+        fatal=True,
+        kind="gradient",
+        name=names[0],
+        what=f"the gradient of {names[0]}{more} is carried from one step into the next and added to",
+        why="what was accumulated before the step in which a rank is lost, on every rank",
+        remedy="accumulate inside one `with step:`, with several calls of step.next_batch() and backward, and clear the "
+        "gradients in each step",
     )
 
 
