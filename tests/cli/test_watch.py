@@ -55,6 +55,7 @@ def test_wait_says_what_is_missing_until_the_job_is_whole(started: FakeDaemon, t
         UNKNOWN,
         view("installing", next_step=0, rank="building", standby="starting"),
         view(next_step=0, standby="building"),
+        view(next_step=0, standby="building") | {"sentence": "rank 0 builds: no step yet"},
         view(standby="building"),
         view(standby="building"),
         view(),
@@ -67,6 +68,7 @@ def test_wait_says_what_is_missing_until_the_job_is_whole(started: FakeDaemon, t
         "local-1: waiting for its agents to reach the daemon",
         "local-1: installing",
         "local-1: running, waiting for the first step",
+        "local-1: rank 0 builds: no step yet",
         "local-1: trains; 0 of 1 standby ready",
     ]
     assert answers == []

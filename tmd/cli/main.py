@@ -98,7 +98,9 @@ def job_cancel(tmctl: Tmctl, job_id: str) -> None:
     """
     with perhaps_starting(tmctl, job_id):
         answer = tmctl.post(f"/v1/jobs/{quote(job_id, safe='')}/cancel")
-    tmctl.answer(answer, lambda view: click.echo(f"job {job_id} is {view['record']['state']}: {view['record']['reason']}"))
+    state, reason = answer["record"]["state"], answer["record"]["reason"]
+    said = f"has ended: {reason}" if state in views.JOB_ENDED else f"is {state} and will end"
+    tmctl.answer(answer, lambda _: click.echo(f"job {job_id} {said}"))
 
 
 @job.command("token")

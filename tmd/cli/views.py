@@ -9,6 +9,7 @@ import click
 from tmd.cli.output import NOTHING, Listing, age, clock, count, lines, ms, natural, show
 from tmd.core.records import PHASES
 
+JOB_ENDED = ("done", "failed")
 #: Uses of a node that are not over.
 _HELD = ("training", "standby")
 #: The order in which a job's objects are told of.
@@ -84,14 +85,14 @@ def show_job(view: dict[str, Any]) -> None:
         ]
     )
     click.echo()
-    over = record["state"] in ("done", "failed")
+    over = record["state"] in JOB_ENDED
     show(_rank_listing("ranks", view["ranks"], over=over))
     click.echo()
     show(_rank_listing("standbys", view["standbys"], over=over))
     click.echo()
     nodes = [
         (node["node"], node["use"], node["state"], _labels(node["labels"]), node["agent_id"], node["reason"])
-        for node in view["nodes"]
+        for node in sorted(view["nodes"], key=lambda node: natural(node["node"]))
     ]
     show(Listing(("node", "use", "state", "labels", "agent", "reason"), nodes, title="nodes"))
     click.echo()

@@ -142,7 +142,7 @@ def _missing(view: dict[str, Any], standbys: int) -> str:
         return ""
     trains = record["state"] == "running" and view["next_step"] >= 1
     if not trains or any(rank["phase"] != "running" for rank in view["ranks"]):
-        return view["sentence"] if record["state"] != "running" else f"{view['sentence']}, waiting for the first step"
+        return "running, waiting for the first step" if view["sentence"] == "running" else view["sentence"]
     ready = _ready(view)
     return "" if ready >= standbys else f"trains; {ready} of {count(standbys, 'standby')} ready"
 
