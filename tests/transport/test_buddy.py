@@ -85,7 +85,8 @@ def test_a_ward_that_sends_nothing_breaks_its_link_at_the_deadline() -> None:
         made.nodes[1].fabric.buddy.send(Kind.RECORD, 0, b"nobody hears it")
 
 
-def test_what_the_ward_sent_before_it_died_is_there_after_poison() -> None:
+@pytest.mark.parametrize("one_host", [False, True])
+def test_what_the_ward_sent_before_it_died_is_there_after_poison(one_host: bool) -> None:
     """1. The keeper is poisoned by another link first. 2. The ward, still alive, sends its record and dies. 3. It is there."""
 
     def body(rank: Rank) -> Any:
@@ -108,7 +109,7 @@ def test_what_the_ward_sent_before_it_died_is_there_after_poison() -> None:
         rank.hear()
         return None
 
-    with ranks(3, body) as processes:
+    with ranks(3, body, one_host=one_host) as processes:
         ward, keeper, _ = processes
         assert (ward.hear(), keeper.hear()) == ("ready", "ready")
         keeper.tell("go")

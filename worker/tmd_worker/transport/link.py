@@ -156,7 +156,8 @@ class Link:
         try:
             with self.tx_lock:
                 self.begin_frame(kind, epoch, payload)
-                self.push_all()
+                # A poisoned buddy has closed its own direction alone, and reads its ward's records to their end.
+                self.push_all(half_closed=kind in (Kind.RECORD, Kind.TAIL))
         finally:
             if self._shut:
                 self._close_if_unused()
@@ -191,12 +192,15 @@ class Link:
         out[0] = out[0][count:]
         return False
 
-    def push_all(self) -> None:
-        """Sends the current frame to its end, waiting for room. The caller has tx_lock. Raises LinkEnded."""
+    def push_all(self, *, half_closed: bool = False) -> None:
+        """Sends the current frame to its end, waiting for room. The caller has tx_lock. Raises LinkEnded.
+
+        `half_closed`: goes on when the peer has closed its own direction.
+        """
         if self.push():
             return
         poll = select.poll()
-        poll.register(self.fd, select.POLLOUT | select.POLLRDHUP)
+        poll.register(self.fd, select.POLLOUT if half_closed else select.POLLOUT | select.POLLRDHUP)
         while not self.push():
             events = poll.poll(self.timeout_s * 1000 if self.timeout_s else None)
             if not events:
