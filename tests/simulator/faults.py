@@ -44,9 +44,9 @@ REQUESTS = (
 SOFT = ("flap", "freeze_briefly", "crash_daemon")
 #: A fault that finds nobody to strike tries again after so long, and after so many times as one of SOFT.
 AGAIN_S, PATIENT_TIMES = 0.004, 3
-#: What a job may not survive, and how many faults come before it must be able to.
+#: What a job may not survive, and how many faults and events come before it must be able to.
 HARD = ("kill_rank", "kill_two", "kill_node", "freeze_node", "user_bug")
-FEWEST = 3
+FEWEST, LEAST_EVENTS = 3, 300
 #: What has not struck this many steps before the end does so now.
 LAST_STEPS = 4
 OPEN_STATES = ("queued", "selecting", "preparing", "installing", "armed", "copying")
@@ -150,14 +150,23 @@ class Faults(Actor):
         self.world.after(AGAIN_S, self, self._strike, fault, None)
 
     def _comes_too_early(self, fault: Fault) -> bool:
-        """The job may end by a fault, but not before its third one."""
-        lacking = FEWEST - 1 - self.world.checks.faults
-        if lacking <= 0 or fault.kind not in HARD:
+        """The job may end by a fault, but not before its third one, nor right at its beginning; near its end a fault that would
+        be too hard is a softer one."""
+        enough = self.world.checks.faults >= FEWEST - 1 and self.world.events >= LEAST_EVENTS
+        if enough or fault.kind not in HARD or self._survives(fault):
             return False
-        if fault.kind == "user_bug" or (fault.kind == "kill_two" and lacking > 1):
+        if self._next_step < self.world.total_steps - LAST_STEPS:
             return True
+        fault.kind = self.world.random.choice(SOFT)
+        return False
+
+    def _survives(self, fault: Fault) -> bool:
+        """The job can be expected to outlive it: everybody is there, and a standby is ready."""
         job = self.world.ledger.jobs.get(self.world.job_id)
-        return job is None or job.state != "running" or any(process.machine.frozen for process in self._members())
+        if fault.kind in ("user_bug", "kill_two") or job is None or job.state != "running":
+            return False
+        ready = any(process.alive and process.core.phase == "ready" for process in self.world.processes.values())
+        return ready and not any(process.machine.frozen for process in self._members())
 
     # ---------------------------------------------------------------- whom
 
