@@ -147,6 +147,19 @@ def test_a_frozen_node_is_lost_after_the_heartbeat_timeout() -> None:
     cluster.train(2)
 
 
+def test_a_frozen_node_ends_no_job_that_is_only_observed() -> None:
+    """Without tmd it would have gone on when the node thaws."""
+    cluster = running(heartbeat_timeout_s=3.0, observe_only=True)
+    cluster.stop_node("n1")
+    cluster.pass_time(30.0)
+    assert (cluster.job.state, cluster.job.epoch) == ("running", 0)
+    told = [event.text for event in cluster.ledger.events if event.subject == "n1" and event.kind == "notice"]
+    assert told == ["n1 would be given up: its agent has been silent for 3 s; tmd only observes"]
+    cluster.stop_node("n1", stopped=False)
+    cluster.train(3)
+    assert cluster.job.state == "running"
+
+
 def test_long_steps_are_given_time_before_silence_counts() -> None:
     cluster = Cluster(nnodes=3, standbys=1, heartbeat_timeout_s=3.0)
     for _ in range(6):

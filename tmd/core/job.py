@@ -97,6 +97,8 @@ class Job:
         self.live_since_s = 0.0
         #: When many agents were silent at once, and when all were, for the last time.
         self.doubted_s = float("-inf")
+        #: Agents whose silence was told of although nothing is done about it.
+        self.said_silent: set[str] = set()
         self.all_away_s = float("-inf")
         #: Since when a role has been without a holder, None if every one has one.
         self.vacant_since_s: float | None = None

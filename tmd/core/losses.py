@@ -157,7 +157,7 @@ def note_silence(job: Job, now: float, suspects_itself: Callable[[], bool]) -> N
     for agent in list(job.agents.values()):
         if not agent.serves:
             continue
-        if job.node_state(agent.node) == "down":
+        if job.node_state(agent.node) == "down" and not job.settings.observe_only:
             _note_down(job, now, agent)
         if agent.fenced:
             continue
@@ -170,9 +170,20 @@ def note_silence(job: Job, now: float, suspects_itself: Callable[[], bool]) -> N
             if now >= deadline and _doubts(job, now, suspects_itself):
                 deadline += job.settings.heartbeat_timeout_s
         if now < deadline:
+            job.said_silent.discard(agent.agent_id)
             job.wake_at(deadline)
             continue
+        if job.settings.observe_only and not corroborated:
+            _only_say(job, now, agent, reason)
+            continue
         lose_agent(job, now, agent, reason)
+
+
+def _only_say(job: Job, now: float, agent: Agent, reason: str) -> None:
+    """Observe-only: silence alone would end no job without tmd, so it ends none; what really ends shows itself to the peers."""
+    if agent.agent_id not in job.said_silent:
+        job.said_silent.add(agent.agent_id)
+        job.tell(now, agent.node, "notice", f"{agent.node} would be given up: {reason}; tmd only observes")
 
 
 def _when_all_are_away(job: Job, now: float, plays: set[str]) -> float:
@@ -255,6 +266,8 @@ def note_silent_joiners(job: Job, now: float) -> None:
 def silent_rank(job: Job, now: float) -> Process | None:
     """A member that says nothing although its agent does, in a job that stands still: frozen, perhaps."""
     settings = job.settings
+    if settings.observe_only:
+        return None
     patience_s = max(settings.heartbeat_timeout_s, STEPS_OF_PATIENCE * (job.commits.normal_step_s() or 0.0))
     for process in job.holders().values():
         agent = job.agents.get(process.record.agent_id)
