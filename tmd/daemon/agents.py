@@ -36,6 +36,8 @@ SEND_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 1.0
 #: Store requests of one agent that may wait at a time; more are left unread.
 STORE_REQUESTS_OPEN = 1024
+#: How connections end without anybody's bug.
+_ENDS = (MessageRefused, TimeoutError, ConnectionError)
 
 
 class AgentConnection:
@@ -189,9 +191,11 @@ class AgentHub:
             for task in (sender, receiver):
                 task.cancel()
             outcome = await asyncio.gather(sender, receiver, return_exceptions=True)
-            self._drop(
-                loop, connection, next((str(end) or type(end).__name__ for end in outcome if isinstance(end, Exception)), "")
-            )
+            errors = [end for end in outcome if isinstance(end, Exception)]
+            for error in errors:
+                if not isinstance(error, _ENDS):
+                    log.error("a bug ends the agent's connection: %r", error, exc_info=error, extra=_fields(connection))
+            self._drop(loop, connection, next((str(error) or type(error).__name__ for error in errors), ""))
 
     def _drop(self, loop: CoreLoop, connection: AgentConnection, reason: str) -> None:
         if self._connections.get(connection.agent_id) is not connection:
@@ -250,5 +254,8 @@ async def _receive(socket: web.WebSocketResponse, timeout_s: float) -> AgentHell
 
 
 def _log(connection: AgentConnection, level: int, text: str, *arguments: object) -> None:
-    fields = {"job": connection.job_id, "node": connection.node, "agent": connection.agent_id, "uid": connection.uid}
-    log.log(level, text, *arguments, extra=fields)
+    log.log(level, text, *arguments, extra=_fields(connection))
+
+
+def _fields(connection: AgentConnection) -> dict[str, object]:
+    return {"job": connection.job_id, "node": connection.node, "agent": connection.agent_id, "uid": connection.uid}
