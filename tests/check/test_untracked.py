@@ -417,6 +417,11 @@ def test_gradients_that_are_carried_into_the_next_step_are_named(script: Script)
     assert "inside one `with step:`" in finding.remedy
 
 
+def test_gradients_that_pile_up_where_no_optimizer_steps_are_no_matter(script: Script) -> None:
+    script.optimizer.param_groups[0]["params"] = list(script.model[3].parameters())
+    assert script.look() == {}
+
+
 class Rebinding:
     """An average of the weights whose `load_state_dict` puts other objects in the place of its own, as most do."""
 

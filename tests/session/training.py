@@ -47,6 +47,7 @@ VARIANTS = [
     ("ema_module",),
     ("noisy_tail",),
     ("gan",),
+    ("thaw",),
     ("exchange",),
 ]
 
@@ -139,7 +140,8 @@ def train_one(
         static_graph="static" in variants,
         gradient_as_bucket_view="views" in variants,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused="fused" in variants)
+    trained = [part for name, part in model.named_parameters() if "thaw" not in variants or "last" not in name]
+    optimizer = torch.optim.AdamW(trained, lr=3e-3, fused="fused" in variants)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     averaged = Averaged(net)
     ema = AveragedModel(net, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new) if "ema_module" in variants else None
@@ -161,7 +163,9 @@ def train_one(
     for step in session.steps(total):
         with step:
             begin(step)
-            optimizer.zero_grad(set_to_none="keep_gradients" not in variants)
+            model.zero_grad(set_to_none="keep_gradients" not in variants)
+            if "thaw" in variants and step.index >= 2 and len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": list(net.last.parameters()), "lr": 1e-3})
             loss = torch.zeros(())
             for micro in range(accumulate):
                 x, y = step.batch if micro == 0 else step.next_batch()
@@ -173,7 +177,8 @@ def train_one(
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-        schedule.step()
+        if "thaw" not in variants:
+            schedule.step()
         averaged.update(net)
         if ema is not None:
             ema.update_parameters(net)

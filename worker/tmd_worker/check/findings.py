@@ -14,7 +14,8 @@ class Finding:
     severity: Severity
     #: It ends a run before its first step; of other errors the run only warns, since they may be meant so.
     fatal: bool = False
-    #: One of kinds.KINDS, or "gradient", "refused" (a rule of tmd), "script" (the script's own failure), "check" (that of the search).
+    #: One of kinds.KINDS, or "gradient", "refused" (a rule of tmd), "script" (the script's own failure), "check" (that of the
+    #: search).
     kind: str
     #: How the script reaches it: `trainer.scaler`. Empty if it is nothing that the script holds.
     name: str = ""

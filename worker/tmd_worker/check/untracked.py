@@ -70,8 +70,9 @@ class Untracked:
             found = [finding for held in self._held if (finding := self._finding(held, restored)) is not None]
             found += [_finding_of(held, _MADE, severity="error") for held in self._made]
             found += [_by_hand(name) for name, cursor in self._tracked.loaders.items() if self._is_drawn_by_hand(cursor)]
-        if self._gradients.carried:
-            found.append(_carried(self._gradients.carried))
+        carried = [name for name in self._gradients.carried if self._is_stepped(name)]
+        if carried:
+            found.append(_carried(carried))
         self._frame = None
         if self._failure is not None:
             what = f"the script could not be searched for state that was not tracked: {self._failure!r}"
@@ -98,6 +99,11 @@ class Untracked:
         if after != before:
             return None  # it changed and is back: something tracked covers it
         return _finding_of(held, _THERE, severity="warning") if held.matters() else None
+
+    def _is_stepped(self, name: str) -> bool:
+        """An optimizer uses the gradient of this parameter; what piles up in one that nobody steps changes nothing."""
+        groups = [group for optimizer in self._tracked.optimizers.values() for group in optimizer.param_groups]
+        return any(part is self._tracked.parameters[name] for group in groups for part in group["params"])
 
     def _is_back_as_another(self, held: Held, before: bytes) -> bool:
         """What is tracked may put another object in this one's place: `self.shadow = state["shadow"]`."""
