@@ -188,7 +188,7 @@ def test_the_second_request_for_a_rank_is_refused_naming_the_first() -> None:
 
 def test_without_a_standby_a_request_is_refused() -> None:
     cluster = running(standbys=0)
-    with pytest.raises(Refused, match=r"1 standby\(s\) needed, 0 usable"):
+    with pytest.raises(Refused, match=r"1 standby needed, 0 usable"):
         request(cluster, rank=1)
 
 
@@ -257,7 +257,7 @@ def test_standbys_of_a_drained_node_are_not_used() -> None:
     with pytest.raises(Refused, match="0 usable"):
         request(cluster, rank=1)
     cluster.do(cluster.daemon.node_state(cluster.now, "n1", "draining", ""))
-    assert cluster.daemon.sentences()["n1"].startswith("draining: its 1 rank(s) stay until there are as many standbys")
+    assert cluster.daemon.sentences()["n1"].startswith("draining: its 1 rank stays until there are as many standbys")
 
 
 def test_a_drain_waits_for_a_standby_and_then_goes_on() -> None:

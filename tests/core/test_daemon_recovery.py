@@ -327,7 +327,7 @@ def test_a_survivor_that_is_still_in_its_step_is_waited_for() -> None:
     lose_rank_1_in_a_long_step(cluster, 0, 2)
     joiner = cluster.incarnations()[1]
     cluster.pass_time(20.0)
-    assert cluster.sentence() == "installing epoch 1: rank 0, 2 still in a step"
+    assert cluster.sentence() == "installing epoch 1: ranks 0, 2 still in a step"
     for rank in (0, 2):
         cluster.member(rank).stuck = False
     cluster.settle()

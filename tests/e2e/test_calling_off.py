@@ -103,7 +103,7 @@ def test_a_move_under_way_refuses_a_second_one_and_can_be_called_off(steady: Lon
     assert f"already moving in migration {first}" in tmd.refusal("migrate", job.id, "--node", job.node_of(1))
     second = job.request("--rank", "3")
     assert job.migration_sentence(second) == f"queued behind {first}"
-    assert "1 standby(s) needed, 0 usable" in tmd.refusal("migrate", job.id, "--rank", "0")
+    assert "1 standby needed, 0 usable" in tmd.refusal("migrate", job.id, "--rank", "0")
     tmd.ask("migration", "abort", second)
     tmd.ask("migration", "abort", first)
     os.kill(joiner, signal.SIGCONT)

@@ -125,10 +125,10 @@ def test_a_second_move_of_the_same_job(job: Job) -> None:
 
 def test_without_a_standby_a_move_is_refused_and_a_drained_node_keeps_its_rank(cluster: Cluster, job: Job) -> None:
     refusal = cluster.refusal("migrate", job.id, "--rank", "0")
-    assert "1 standby(s) needed, 0 usable" in refusal
+    assert "1 standby needed, 0 usable" in refusal
     assert f"start tmd-run of job {job.id} on another node" in refusal
     cluster.ask("drain", "n1", "--reason", "fan 2 is slow")
-    until(lambda: "1 rank(s) stay until there are as many standbys (0 usable)" in job.node_sentence("n1"), "n1 says why")
+    until(lambda: "1 rank stays until there are as many standbys (0 usable)" in job.node_sentence("n1"), "n1 says why")
     job.wait_progress()
     assert job.node_of(0) == "n1"
 
@@ -142,7 +142,7 @@ def test_of_two_drained_nodes_one_gets_the_only_standby_and_the_other_waits(clus
     assert first["trigger"].startswith(f"drain of {first['from_nodes'][0]}: ")
     assert_moved(job, job.wait_measured(first["migration_id"]), [0 if first["from_nodes"] == ["n1"] else 2])
     (waiting,) = {"n1", "n3"} - set(first["from_nodes"])
-    assert "1 rank(s) stay until there are as many standbys (0 usable)" in job.node_sentence(waiting)
+    assert "1 rank stays until there are as many standbys (0 usable)" in job.node_sentence(waiting)
     assert cluster.node(first["from_nodes"][0])["manager_state"] == "IDLE+DRAIN"
 
     before = {record["migration_id"] for record in job.migrations()}

@@ -97,7 +97,7 @@ def test_a_standby_that_builds_another_model_never_becomes_ready(
     node = f"hand-{model}"
     agent = standby(node, E2E_MODEL=model)
     until(lambda: said in job.node_sentence(node), f"{node} says why it is of no use", every_s=0.2)
-    assert "1 standby(s) needed, 0 usable" in cluster.refusal("migrate", job.id, "--rank", "1")
+    assert "1 standby needed, 0 usable" in cluster.refusal("migrate", job.id, "--rank", "1")
     assert said in agent.output()
     job.wait_progress()
     assert_unharmed(job, reference)

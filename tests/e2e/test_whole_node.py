@@ -43,7 +43,7 @@ def test_both_ranks_of_a_node_move_in_one_flip(cluster: Cluster, job: Job) -> No
 
 def test_a_node_of_two_ranks_does_not_fit_on_one_standby(cluster: Cluster, job: Job) -> None:
     """n1 was given back and is drained: no standby is left."""
-    assert "2 standby(s) needed, 0 usable" in cluster.refusal("migrate", job.id, "--node", "n2")
+    assert "2 standbys needed, 0 usable" in cluster.refusal("migrate", job.id, "--node", "n2")
 
 
 def test_the_job_ends_as_if_nothing_had_happened(job: Job, reference: Job) -> None:

@@ -166,7 +166,7 @@ def test_a_step_may_take_longer_than_an_installation(lab: Lab) -> None:
     with lab.cluster("batchnorm", nodes=3, standbys=1, gate=3, settings=settings) as cluster:
         cluster.stand_at_gate(standbys=1, step=3)
         cluster.kill(cluster.member(1))
-        cluster.run_until(lambda: cluster.core.sentences()["job"] == "installing epoch 1: rank 0, 2 still in a step")
+        cluster.run_until(lambda: cluster.core.sentences()["job"] == "installing epoch 1: ranks 0, 2 still in a step")
         step_ends_s = time.monotonic() + 3.0
         cluster.run_until(lambda: time.monotonic() > step_ends_s)
         cluster.open_gate()

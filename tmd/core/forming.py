@@ -3,7 +3,7 @@ a rank is lost before there is anything that could be recovered."""
 
 from __future__ import annotations
 
-from tmd.core import installing
+from tmd.core import installing, words
 from tmd.core.ending import EXIT_GIVEN_UP, fail_job
 from tmd.core.job import Job
 from tmd.core.processes import Agent
@@ -114,7 +114,7 @@ def _take_position(job: Job, now: float, agent: Agent, position: int) -> None:
             job.mint(now, agent, slot if slot in free else free[0], rank)
             ranks.append(rank)
     job.set_node(now, agent.node, use="training")
-    job.tell(now, agent.node, "placed", f"{agent.node} takes rank {', '.join(map(str, ranks))}")
+    job.tell(now, agent.node, "placed", f"{agent.node} takes {words.ranks(ranks)}")
 
 
 def _fill_vacancies(job: Job, now: float) -> None:
@@ -173,4 +173,4 @@ def _wait_for_listeners(job: Job, now: float, silent: list[int]) -> str:
     if now >= deadline:
         fail_job(job, now, 1, f"rank {silent[0]} has not opened its listener for {job.settings.build_timeout_s:g} s; see its log")
         return job.record.reason
-    return f"waiting for rank {', '.join(map(str, silent))} to open {'its listener' if len(silent) == 1 else 'their listeners'}"
+    return f"waiting for {words.ranks(silent)} to open {'its listener' if len(silent) == 1 else 'their listeners'}"

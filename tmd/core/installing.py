@@ -3,6 +3,7 @@ on is written and given. An attempt that fails is followed by another under the 
 
 from __future__ import annotations
 
+from tmd.core import words
 from tmd.core.job import Attempt, Job
 from tmd.core.losses import lose
 from tmd.core.processes import Process
@@ -63,7 +64,7 @@ def check(job: Job, now: float) -> str | None:
     if now >= deadline:
         _replace_late(job, now, [holders[rank] for rank in late], attempt)
         return None
-    return f"installing epoch {epoch}: waiting for rank {', '.join(map(str, late))}"
+    return f"installing epoch {epoch}: waiting for {words.ranks(late)}"
 
 
 def _is_in_step(job: Job, now: float, process: Process) -> bool:
@@ -77,7 +78,7 @@ def _wait_for_steps(job: Job, now: float, attempt: Attempt, busy: list[int]) -> 
     deadline = attempt.since_s + job.settings.hold_limit_s
     if now < deadline:
         job.wake_at(min(deadline, now + job.settings.heartbeat_timeout_s))
-        return f"installing epoch {attempt.install.membership.epoch}: rank {', '.join(map(str, busy))} still in a step"
+        return f"installing epoch {attempt.install.membership.epoch}: {words.ranks(busy)} still in a step"
     for rank in busy:
         lose(job, now, job.holders()[rank], f"it did not come to the end of its step in {job.settings.hold_limit_s:g} s")
     return None

@@ -4,7 +4,7 @@ has."""
 
 from __future__ import annotations
 
-from tmd.core import standby
+from tmd.core import standby, words
 from tmd.core.job import Flight, Job
 from tmd.core.poison import call_off, note_loss
 from tmd.core.processes import Process
@@ -260,7 +260,7 @@ def _complete(job: Job, now: float) -> None:
             job.set_process(now, process, state="member")
     job.evolve(now, epoch=plan.successor.epoch, table=plan.successor, plan=None, armed=False)
     job.flight = None
-    conclude(job, now, migration, plan, gone, f"rank {', '.join(map(str, gone))} moved")
+    conclude(job, now, migration, plan, gone, f"{words.ranks(gone)} moved")
 
     for rank, process in lost.items():
         sign, event = f"{job.name(process)} is lost: {process.record.reason}", job.last_about(process.incarnation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tmd.core import ending, forming, losses, planned, recovery, requests, standby, upkeep
+from tmd.core import ending, forming, losses, planned, recovery, requests, standby, upkeep, words
 from tmd.core.job import Job
 from tmd.core.poison import call_off
 
@@ -85,7 +85,7 @@ def _run(job: Job, now: float, *, paused: bool) -> str:
         return f"running; {flying.migration_id}: {job.migration_sentences.get(flying.migration_id, flying.state)}"
     building = [rank for rank, process in job.holders().items() if process.report.phase in ("starting", "building", "warming")]
     if building:
-        return f"rank {', '.join(map(str, building))} builds: no step yet"
+        return f"{words.ranks(building)} {'builds' if len(building) == 1 else 'build'}: no step yet"
     return "running"
 
 

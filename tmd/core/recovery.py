@@ -4,7 +4,7 @@ the whole state."""
 
 from __future__ import annotations
 
-from tmd.core import forming, installing, planned, standby
+from tmd.core import forming, installing, planned, standby, words
 from tmd.core.ending import EXIT_GIVEN_UP, fail_job
 from tmd.core.job import Job, Recovery
 from tmd.core.losses import lose
@@ -188,8 +188,9 @@ def _migration(job: Job) -> MigrationRecord | None:
 def _new_migration(job: Job, now: float, recovery: Recovery) -> MigrationRecord:
     migration_id = f"m{job.journal.next_event_id()}"
     started_s = _first_sign_s(job, recovery)
-    ranks = ", ".join(map(str, sorted(recovery.lost)))
-    job.tell(now, migration_id, "recovery", f"rank {ranks} must be replaced: {recovery.sign}", recovery.cause)
+    job.tell(
+        now, migration_id, "recovery", f"{words.ranks(sorted(recovery.lost))} must be replaced: {recovery.sign}", recovery.cause
+    )
     migration = MigrationRecord(
         migration_id=migration_id,
         job_id=job.job_id,
@@ -233,8 +234,7 @@ def _fill_vacancies(job: Job, now: float, recovery: Recovery) -> str | None:
     if job.is_vacant_too_long(now):
         fail_job(job, now, EXIT_GIVEN_UP, f"{recovery.sign}, and no standby came in {job.settings.hold_limit_s:g} s")
         return job.record.reason
-    ranks = ", ".join(map(str, vacant))
-    return f"rank {ranks} has no holder: {_hope(job, now)}"
+    return f"{words.ranks(vacant)} {'has' if len(vacant) == 1 else 'have'} no holder: {_hope(job, now)}"
 
 
 def _hope(job: Job, now: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tmd.core import planned, standby
+from tmd.core import planned, standby, words
 from tmd.core.job import Job
 from tmd.core.processes import Process
 from tmd.core.records import MigrationRecord
@@ -107,7 +107,7 @@ def _check_standbys(job: Job, now: float, move: Move) -> None:
         where = f" on {move.to_node}" if move.to_node is not None else ""
         taken = f" that is not promised to {', '.join(sorted(set(promised)))}" if promised else ""
         raise Refused(
-            f"{len(move.leavers)} standby(s){where} needed, {free} usable{taken}: "
+            f"{words.count(len(move.leavers), 'standby')}{where} needed, {free} usable{taken}: "
             f"start tmd-run of job {job.job_id} on another node, or resume one that is drained"
         )
 
@@ -150,8 +150,8 @@ def create(
 ) -> str:
     """Queues the migration and returns its id."""
     migration_id = f"m{job.journal.next_event_id()}"
-    ranks = ", ".join(map(str, sorted(move.leavers)))
-    job.tell(now, migration_id, "requested", f"rank {ranks} is to leave {', '.join(move.from_nodes)}: {trigger}", cause)
+    whom = f"{words.ranks(sorted(move.leavers))} {'is' if len(move.leavers) == 1 else 'are'}"
+    job.tell(now, migration_id, "requested", f"{whom} to leave {', '.join(move.from_nodes)}: {trigger}", cause)
     if move.to_node is not None:
         job.wanted_node[migration_id] = move.to_node
     job.add_migration(
@@ -233,7 +233,7 @@ def _empty_node(job: Job, now: float, node: str, why: str) -> str:
     trigger = f"{_drain_of(node)} {why or 'no reason given'}"
     tried = job.drain_attempts.get(node, 0)
     if job.settings.observe_only:
-        job.say_once(now, node, trigger, f"{trigger}: tmd only observes, it would move rank {', '.join(map(str, ranks))}")
+        job.say_once(now, node, trigger, f"{trigger}: tmd only observes, it would move {words.ranks(ranks)}")
         return "tmd only observes, so its ranks stay"
     if node in job.drains_held:
         return "an operator called its migration off, so its ranks stay; tmctl migrate moves them"
@@ -241,7 +241,8 @@ def _empty_node(job: Job, now: float, node: str, why: str) -> str:
         return f"{tried} attempts to move its ranks failed; tmctl migrate tries again"
     usable = len([process for process in _usable(job, now) if process.node != node]) - len(_promised(job))
     if usable < len(ranks):
-        return f"its {len(ranks)} rank(s) stay until there are as many standbys ({max(0, usable)} usable)"
+        held = f"{words.count(len(ranks), 'rank')} {'stays' if len(ranks) == 1 else 'stay'}"
+        return f"its {held} until there are as many standbys ({max(0, usable)} usable)"
     job.drain_attempts[node] = tried + 1
     started_s = job.drained_since_s.get(node, now) if tried == 0 else now
     move = Move({rank: job.roles[rank] for rank in ranks}, (node,), None)
@@ -272,7 +273,7 @@ def advance(job: Job, now: float, *, paused: bool) -> None:
 def _advance_waiting(job: Job, now: float, migration: MigrationRecord, first: str | None, *, paused: bool) -> str:
     moved = [rank for rank, incarnation in migration.leavers.items() if job.roles.get(rank) != incarnation]
     if moved:
-        reason = f"rank {', '.join(map(str, moved))} was replaced meanwhile"
+        reason = f"{words.ranks(moved)} {'was' if len(moved) == 1 else 'were'} replaced meanwhile"
         job.end_migration(now, migration.migration_id, "aborted", reason)
         return reason
     if first is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tmd.core import standby
+from tmd.core import standby, words
 from tmd.core.job import Job
 from tmd.core.processes import Process
 from tmd.core.views import JobView, MigrationView, NodeView, RankView
@@ -123,7 +123,7 @@ def _node_sentence(job: Job, node: str) -> str:
         return f"its standbys are not used: {node} is {record.state}"
     ranks = job.ranks_on(node)
     if ranks:
-        return f"trains rank {', '.join(map(str, ranks))}"
+        return f"trains {words.ranks(ranks)}"
     processes = [process for process in job.processes.values() if process.record.agent_id == record.agent_id]
     if processes and not any(process.active for process in processes):
         return f"its standbys have ended: {processes[-1].record.reason}"

@@ -3,6 +3,7 @@ the time in which the daemon itself was away."""
 
 from __future__ import annotations
 
+from tmd.core import words
 from tmd.core.instructions import ReleaseNode
 from tmd.core.job import Job
 from tmd.core.timings import complete
@@ -15,8 +16,7 @@ def measure(job: Job, now: float) -> None:
         if migration.kind == "unplanned" and migration.state == "copying" and job.record.state in ("running", "finishing"):
             first = job.commits.first_in(job.record.epoch)
             if first is not None:
-                ranks = ", ".join(map(str, sorted(migration.leavers)))
-                text = f"rank {ranks} replaced, step {first.step} is the first with the joiner"
+                text = f"{words.ranks(sorted(migration.leavers))} replaced, step {first.step} is the first with the joiner"
                 job.end_migration(now, migration.migration_id, "done", text)
     for migration_id, window in list(job.windows.items()):
         migration = job.migrations[migration_id]
