@@ -7,7 +7,7 @@ N ?= 20
 SEEDS ?= 0:1500
 # Where this project's Python is: a script of your own beside it is nobody's business.
 PYTHON_CODE := setup.py tmd worker migrations tests bench examples
-STAGES := lint fast session simulator e2e soak install
+STAGES := lint fast daemon transport session simulator e2e soak install
 
 .PHONY: help setup setup-tests demo soak bench-collectives test test-fast lint clean $(addprefix stage-,$(STAGES))
 
@@ -46,8 +46,15 @@ test: setup-tests
 stage-lint:
 	@scripts/stage lint bash -c '.venv/bin/ruff check $(PYTHON_CODE) && .venv/bin/ruff format --check $(PYTHON_CODE) && .venv/bin/mypy'
 
+# What needs a Postgres, many processes or minutes has a stage of its own.
 stage-fast:
-	@scripts/stage fast scripts/pytest-stage tests --ignore tests/session --ignore tests/e2e
+	@scripts/stage fast scripts/pytest-stage tests $(addprefix --ignore tests/,daemon transport session e2e)
+
+stage-daemon:
+	@scripts/stage daemon scripts/pytest-stage tests/daemon
+
+stage-transport:
+	@scripts/stage transport scripts/pytest-stage tests/transport
 
 stage-session:
 	@scripts/stage session scripts/pytest-stage tests/session
