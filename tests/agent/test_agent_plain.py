@@ -172,10 +172,8 @@ async def test_a_killed_agent_leaves_no_rank(rig: Rig, wait: str) -> None:
 
 
 async def test_a_process_left_behind_does_not_hold_the_agent(rig: Rig, tmp_path: Path) -> None:
-    """A forked child keeps the rank's pipe open; the agent ends all the same and the last line is there."""
-    (tmp_path / "leave.py").write_text(
-        "import os, time\nif os.fork() == 0:\n    time.sleep(60)\nelse:\n    print('parent', end='')\n"
-    )
+    """Another program keeps the rank's pipe open; the agent ends all the same and the last line is there."""
+    (tmp_path / "leave.py").write_text("import subprocess\nsubprocess.Popen(['sleep', '60'])\nprint('parent', end='')\n")
     agent = await rig.run("--standalone", "leave.py")
     async with asyncio.timeout(WITHIN_S):
         assert await agent.process.wait() == 0

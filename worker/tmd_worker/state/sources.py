@@ -254,8 +254,11 @@ class StatefulSource:
         self._obj = obj
         self._epoch = int(obj.epoch) if isinstance(getattr(obj, "epoch", None), int) else 0
         self._iterator: Iterator[Any] | None = None
+        #: What an iterator was loaded with that has not been drawn from: torchdata's, if it is asked before, has forgotten it.
+        self._loaded: Any = None
 
     def draw(self) -> Any:
+        self._loaded = None
         if self._iterator is None:
             self._iterator = self._begin()
         try:
@@ -273,12 +276,14 @@ class StatefulSource:
         return iterator
 
     def state(self) -> Any:
-        return {"epoch": self._epoch, "open": self._iterator is not None, "state": self._obj.state_dict()}
+        state = self._obj.state_dict() if self._loaded is None else self._loaded
+        return {"epoch": self._epoch, "open": self._iterator is not None, "state": state}
 
     def load(self, state: Any) -> None:
         self._epoch = int(state["epoch"])
         set_epoch(self.parts(), self._epoch)
         self._obj.load_state_dict(state["state"])
+        self._loaded = state["state"] if state["open"] else None
         # At once, not at the next draw: starting an iterator may draw from the RNG, which the source did long ago.
         self._iterator = self._begin() if state["open"] else None
 
@@ -290,7 +295,7 @@ class StatefulSource:
         return list({id(part): part for part in found if part is not None}.values())
 
     def restart(self) -> None:
-        self._iterator = None
+        self._iterator = self._loaded = None
 
 
 class FunctionSource:
