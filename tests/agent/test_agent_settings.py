@@ -75,7 +75,7 @@ def test_what_slurm_and_the_environment_say_is_enough(settings: Any, tmp_path: P
     (tmp_path / "token").write_text("secret\n")
     environment = {
         "TMD_DAEMON": "unix:/run/tmd/tmd.sock",
-        "TMD_HOST": "10.0.0.7",
+        "TMD_HOST": "127.0.0.7",
         "TMD_STANDBY": "1",
         "TMD_LABELS": "rack=r1,zone=z1",
         "TMD_TOKEN_FILE": str(tmp_path / "token"),
@@ -88,7 +88,7 @@ def test_what_slurm_and_the_environment_say_is_enough(settings: Any, tmp_path: P
     chosen = settings("--nproc-per-node=8", SCRIPT, **environment)
     assert isinstance(chosen, DirectedSettings)
     assert (chosen.job_id, chosen.node, chosen.node_index, chosen.nnodes) == ("42.2", "n5", 5, 16)
-    assert (chosen.host, chosen.token, chosen.labels) == ("10.0.0.7", "secret", {"rack": "r1", "zone": "z1"})
+    assert (chosen.host, chosen.token, chosen.labels) == ("127.0.0.7", "secret", {"rack": "r1", "zone": "z1"})
 
 
 def test_the_command_line_beats_the_environment(settings: Any) -> None:

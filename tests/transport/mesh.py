@@ -34,13 +34,14 @@ class Node:
 class Mesh:
     """Ranks 0 to size-1, and any number of further processes."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, host: str = "127.0.0.1") -> None:
         self.size = size
+        self.host = host
         self.nodes: list[Node] = []
 
     def add(self, incarnation: str, rank: int, *, key: bytes = JOB_KEY) -> Node:
         events = Events()
-        fabric = Fabric(host="127.0.0.1", job_key=key, incarnation=incarnation, events=events)
+        fabric = Fabric(host=self.host, job_key=key, incarnation=incarnation, events=events)
         events.fabric = fabric
         fabric.set_role(rank, self.size, 1)
         world = TmdProcessGroup(fabric, rank, tuple(range(self.size)), DEADLINE_S)
@@ -68,10 +69,10 @@ class Mesh:
 
 
 @contextmanager
-def mesh(size: int, *, live: bool = True) -> Iterator[Mesh]:
-    """Linked in epoch 0 if `live`. Nothing may be left behind, no descriptor either."""
+def mesh(size: int, *, live: bool = True, host: str = "127.0.0.1") -> Iterator[Mesh]:
+    """All on the same address, linked in epoch 0 if `live`. Nothing may be left behind, no descriptor either."""
     before = descriptors()
-    made = Mesh(size)
+    made = Mesh(size, host)
     try:
         for rank in range(size):
             made.add(f"inc-{rank}", rank)

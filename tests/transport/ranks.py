@@ -143,12 +143,18 @@ class Process:
 
 @contextmanager
 def ranks(
-    size: int, body: Body, *, live: bool = True, setup: Callable[[Rank], None] | None = None, one_host: bool = False
+    size: int,
+    body: Body,
+    *,
+    live: bool = True,
+    setup: Callable[[Rank], None] | None = None,
+    one_host: bool = False,
+    address: str | None = None,
 ) -> Iterator[list[Process]]:
     """`size` processes that run `body(rank)`; what it returns is the last message of each. Killed at the end, whatever happens.
 
     `live`: linked in epoch 0 before the body begins, with the default group made. `setup` runs before anything else. `one_host`:
-    all have the same address, otherwise each has its own, as on as many machines.
+    all have the same address, `address` if it is given; otherwise each has its own, as on as many machines.
     """
     context = multiprocessing.get_context("fork")
     started: list[Process] = []
@@ -156,7 +162,7 @@ def ranks(
         try:
             for rank in range(size):
                 ours, theirs = context.Pipe()
-                host = f"127.0.0.{2 if one_host else rank + 2}"
+                host = address or f"127.0.0.{2 if one_host else rank + 2}"
                 arguments = (rank, size, theirs, host, f"{directory}/store", body, live, setup)
                 process = context.Process(target=_run, args=arguments, daemon=True)
                 process.start()

@@ -117,7 +117,8 @@ def _rank_listing(title: str, views: list[dict[str, Any]], *, over: bool) -> Lis
     for view in views:
         record = view["record"]
         phase = "ended" if over else view["phase"] or record["state"]
-        address = f"{view['host']}:{view['port']}" if view["port"] else NOTHING
+        host = f"[{view['host']}]" if ":" in view["host"] else view["host"]
+        address = f"{host}:{view['port']}" if view["port"] else NOTHING
         heard = age(view["last_heard_s"]) + ("" if over or view["connected"] else " (agent away)")
         row = (record["rank"], record["incarnation"], record["node"], view["pid"] or None, address, phase)
         now = record["reason"] if over else view["sentence"] or record["reason"]

@@ -22,6 +22,8 @@ class RankWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="rank_welcome")
     job_key: bytes
     hold_limit_s: float
     heartbeat_s: float
+    #: First and last port that the rank may listen on; None: any.
+    port_range: tuple[int, int] | None = None
 
 
 class RankUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="rank_update"):

@@ -41,6 +41,7 @@ from tmd_worker.store import AgentStore
 from tmd_worker.threads import end_process
 from tmd_worker.transport import shell
 from tmd_worker.transport.fabric import Fabric
+from tmd_worker.transport.listener import CannotListen
 from tmd_worker.voting import CommitVote
 
 Result = TypeVar("Result")
@@ -59,7 +60,13 @@ class MemberEngine:
         self._core = RankCore(job_id=welcome.job_id, incarnation=welcome.incarnation, rank=welcome.rank, clock=time.time)
         self._standby = welcome.rank is None
         self._runtime = Runtime(self._core, control, welcome)
-        self._fabric = Fabric(host=welcome.host, job_key=welcome.job_key, incarnation=welcome.incarnation, events=self._runtime)
+        self._fabric = Fabric(
+            host=welcome.host,
+            job_key=welcome.job_key,
+            incarnation=welcome.incarnation,
+            events=self._runtime,
+            port_range=welcome.port_range,
+        )
         self._tracked = Tracked()
         own, inherited = RecordShelf(), RecordShelf()
         self._vote = CommitVote(self._runtime, self._fabric, self._tracked, own)
@@ -81,7 +88,10 @@ class MemberEngine:
         """Runs `main` as this process's part of the job."""
         control = Control(socket.socket(fileno=control_fd))
         with guard.exempt():
-            engine = cls(control, control.welcome())
+            try:
+                engine = cls(control, control.welcome())
+            except CannotListen as error:
+                sys.exit(f"tmd: {error}")
             engine._join()
         return engine._run_main(main)
 

@@ -331,6 +331,7 @@ class DirectedNode:
             job_key=welcome.job_key,
             hold_limit_s=welcome.hold_limit_s,
             heartbeat_s=welcome.heartbeat_s,
+            port_range=self._settings.port_range,
         )
 
     def _environment(self, spec: ProcessSpec, control_fd: int) -> dict[str, str]:

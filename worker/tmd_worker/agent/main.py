@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 import tmd
 from tmd_worker.agent import directed, identity, plain
+from tmd_worker.agent.addresses import resolve_host, resolve_port_range
 from tmd_worker.agent.environment import rank_environment
 from tmd_worker.agent.logs import LogPump
 from tmd_worker.agent.settings import (
@@ -92,9 +94,12 @@ Examples:
 @click.option(
     "--node-index", type=click.IntRange(0), envvar="TMD_NODE_INDEX", metavar="I", help="[env: TMD_NODE_INDEX; default: Slurm's]"
 )
-@click.option(
-    "--host", "--local-addr", envvar="TMD_HOST", metavar="ADDR", help="Address that this node's ranks listen on. [env: TMD_HOST]"
-)
+@click.option("--host", "--local-addr", envvar="TMD_HOST", metavar="ADDR",
+              help="Address or name that the ranks listen on. [env: TMD_HOST; default: on the way to the daemon]")  # fmt: skip
+@click.option("--interface", envvar="TMD_INTERFACE", metavar="NAME",
+              help="Network interface whose address they listen on, instead of --host. [env: TMD_INTERFACE]")  # fmt: skip
+@click.option("--port-range", envvar="TMD_PORT_RANGE", metavar="FIRST-LAST",
+              help="Ports that they listen on, for firewalls. [env: TMD_PORT_RANGE; default: any free port]")  # fmt: skip
 @click.option(
     "--label",
     multiple=True,
@@ -163,7 +168,8 @@ def _directed_settings(options: dict[str, Any]) -> DirectedSettings:
         raise SettingsRefused(
             "no job id: outside Slurm the nodes of a job find one another by --job-id (or TMD_JOB_ID); give one"
         )
-    host = options["host"] or daemon.own_address()
+    nproc_per_node = resolve_nproc(options["nproc_per_node"])
+    host = resolve_host(*_where(options), daemon)
     return DirectedSettings(
         launch=launch,
         logs=_log_settings(options, job_id),
@@ -172,13 +178,22 @@ def _directed_settings(options: dict[str, Any]) -> DirectedSettings:
         node=options["node"] or socket.gethostname(),
         node_index=resolve_node_index(options["node_index"], os.environ),
         host=host,
+        port_range=resolve_port_range(options["port_range"], nproc_per_node),
         nnodes=resolve_nnodes(options["nnodes"], options["standby"], os.environ),
-        nproc_per_node=resolve_nproc(options["nproc_per_node"]),
+        nproc_per_node=nproc_per_node,
         labels=_labels(options["label"]),
         token=read_token(options["token_file"]),
         master_addr=options["master_addr"] or host,
         master_port=options["master_port"] or DEFAULT_MASTER_PORT,
     )
+
+
+def _where(options: dict[str, Any]) -> tuple[str | None, str | None]:
+    """--host and --interface; of the command line's and the environment's word only the command line's, also between the two."""
+    source = click.get_current_context().get_parameter_source
+    typed = {name for name in ("host", "interface") if source(name) is ParameterSource.COMMANDLINE}
+    host, interface = (options[name] if name in typed or not typed else None for name in ("host", "interface"))
+    return host, interface
 
 
 def _check_settings(options: dict[str, Any]) -> CheckSettings:

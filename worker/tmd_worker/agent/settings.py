@@ -275,7 +275,10 @@ class DirectedSettings:
     job_id: str
     node: str
     node_index: int | None
+    #: A numeric address of this machine.
     host: str
+    #: First and last port that its ranks may listen on; None: any.
+    port_range: tuple[int, int] | None
     nnodes: int
     nproc_per_node: int
     labels: Mapping[str, str]

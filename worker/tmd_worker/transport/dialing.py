@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Callable
 
 from tmd.protocol.membership import Member
-from tmd_worker.transport import handshake
+from tmd_worker.transport import handshake, network
 from tmd_worker.transport.handshake import Hello, Verdict
 
 
@@ -38,13 +39,15 @@ def dial(
     The socket is of use only if the verdict is ok. Raises LinkError.
     """
     reached = _reach_nearby(handshake.nearby_name(key, member.host, member.port), on_socket) if nearby else None
-    sock = reached or socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock = reached or socket.socket(network.family(member.host), socket.SOCK_STREAM)
+    connected = reached is not None
     try:
-        if reached is None:
+        if not connected:
             on_socket(sock)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            network.prepare(sock)
             _set_deadline(sock, deadline_s)
             sock.connect((member.host, member.port))
+            connected = True
         greeted = _receive(sock, handshake.GREETING_BYTES, deadline_s)
         if not greeted.startswith(handshake.GREETING):
             raise handshake.HandshakeRefused("something else than tmd answers there")
@@ -54,12 +57,31 @@ def dial(
         verdict = handshake.open_verdict(key, greeted, hello, sealed[:size], sealed[size:])
     except (OSError, handshake.HandshakeRefused) as error:
         sock.close()
-        why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-        raise LinkError(f"{member.incarnation} on {member.node} ({member.host}:{member.port}): {why}") from None
+        why = _why(error, connected=connected)
+        raise LinkError(f"{member.incarnation} on {member.node}: port {member.port} on {member.host}: {why}") from None
     except BaseException:
         sock.close()
         raise
     return sock, verdict
+
+
+def _why(error: OSError | handshake.HandshakeRefused, *, connected: bool) -> str:
+    """What happened, and where it may lie in the network what to look at."""
+    if connected:
+        return "no answer in time" if isinstance(error, TimeoutError) else str(error)
+    if isinstance(error, TimeoutError):
+        return (
+            "connection timed out: is it reachable from this node? a firewall may drop it; "
+            "tmd-run --port-range FIRST-LAST fixes the ports"
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused: the process there has ended, or a firewall rejects the port"
+    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return (
+            f"{error.strerror}: this node has no way to that address; "
+            "tmd-run --host or --interface on that node chooses another one"
+        )
+    return str(error)
 
 
 def _reach_nearby(name: bytes, on_socket: Callable[[socket.socket], None]) -> socket.socket | None:

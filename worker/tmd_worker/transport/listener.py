@@ -6,12 +6,13 @@ HANDSHAKE_S; if too many are half open the oldest goes. What passes is handed to
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import time
 from collections.abc import Callable
 
-from tmd_worker.transport import handshake
+from tmd_worker.transport import handshake, network
 from tmd_worker.transport.closing import Closing
 from tmd_worker.transport.handshake import Hello, Verdict
 
@@ -20,6 +21,10 @@ MAX_HALF_OPEN = 256
 _BACKLOG = 512
 #: The kernel goes on announcing a connection that cannot be accepted.
 _OUT_OF_DESCRIPTORS_S = 0.01
+
+
+class CannotListen(OSError):
+    """This process has no port, so nobody can open a link to it; the text says what to do."""
 
 
 class _HalfOpen:
@@ -31,9 +36,8 @@ class _HalfOpen:
         self.greeted = handshake.greeting()
         self._received = bytearray()
         sock.setblocking(False)
-        # What is served here answers in several small pieces; without this each of them may wait 40 ms for the peer's word.
-        if sock.family is socket.AF_INET:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family is not socket.AF_UNIX:
+            network.prepare(sock)
         sock.send(self.greeted)
 
     def read(self, key: bytes) -> Hello | None:
@@ -72,7 +76,8 @@ class Listener:
         judge: Callable[[Hello], Verdict],
         accept: Callable[[socket.socket, Hello], None],
     ) -> None:
-        """`judge` decides about an authentic hello; `accept` gets the (blocking) socket of what it said ok to."""
+        """`host`: a numeric address of this machine. `judge` decides about an authentic hello; `accept` gets the (blocking)
+        socket of what it said ok to. Raises CannotListen."""
         remote = _bind(host, port_range)
         self.host: str = host
         self.port: int = remote.getsockname()[1]
@@ -165,20 +170,39 @@ class Listener:
 
 
 def _bind(host: str, port_range: tuple[int, int] | None) -> socket.socket:
-    """Listens on the first free port of the range, or on any."""
+    """Listens on the first free port of the range, or on any. Raises CannotListen."""
     first, last = port_range if port_range is not None else (0, 0)
+    refused_by: OSError
     for port in range(first, last + 1):
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock = socket.socket(network.family(host), socket.SOCK_STREAM)
         try:
+            if port:  # one that was used a moment ago is free, also while the kernel still remembers its connections
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((host, port))
             sock.listen(_BACKLOG)
             sock.setblocking(False)
         except OSError as error:
             sock.close()
-            refusal = error
+            refused_by = error
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                break
             continue
         return sock
-    raise OSError(refusal.errno, f"no port of {first} to {last} on {host} can be listened on: {refusal.strerror}")
+    raise CannotListen(_cannot_listen(host, port_range, refused_by))
+
+
+def _cannot_listen(host: str, port_range: tuple[int, int] | None, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE and port_range is not None:
+        return (
+            f"no port of {port_range[0]}-{port_range[1]} on {host} is free for this rank ({error.strerror}); give tmd-run a "
+            f"wider --port-range: a port for each rank of the node, and some for processes that are just being replaced"
+        )
+    if error.errno == errno.EACCES and port_range is not None:
+        return (
+            f"no port of {port_range[0]}-{port_range[1]} on {host} may be used by this user ({error.strerror}); give tmd-run a "
+            f"--port-range above 1023"
+        )
+    return f"this rank cannot listen on {host} ({error.strerror}); tmd-run --host or --interface chooses another address"
 
 
 def _bind_nearby(name: bytes) -> socket.socket | None:

@@ -139,7 +139,7 @@ class Inbox:
                 if left_s <= 0:
                     raise LinkError(
                         f"rank {request.peer} ({request.member.incarnation} on {request.member.node}) did not open its link of "
-                        f"group {request.group} in time",
+                        f"group {request.group} in time; if it lives, a firewall may drop what it sends to this rank's port",
                         request.peer,
                     )
                 self._changed.wait(left_s)
