@@ -40,18 +40,17 @@ class StopSignals:
             signal.signal(signum, signal.SIG_IGN)
 
     def _stop(self, signum: signal.Signals) -> None:
-        now = time.monotonic()
         if self.stopped.done():
-            if now - self._first_s < REPEAT_S:
+            if time.monotonic() - self._first_s < REPEAT_S:
                 return
             self._say(f"{signum.name} again: the ranks are killed")
             self._signal_all(signal.SIGKILL)
             return
-        self._first_s = now
         self.stopped.set_result(signum)
         self._say(f"{signum.name}: passed on to the ranks, which have {STOP_GRACE_S:.0f} s to end (a second one kills them)")
         if not (signum in (signal.SIGINT, signal.SIGQUIT) and _typed_at_terminal()):
             self._signal_all(signum)
+        self._first_s = time.monotonic()  # a repetition may have come while this was done
 
 
 def _typed_at_terminal() -> bool:
