@@ -66,7 +66,8 @@ async def test_every_node_has_its_own_address_and_domains(cluster: LocalCluster)
 
 async def test_agents_are_told_who_they_are(cluster: LocalCluster, tmp_path: Path) -> None:
     script = "env; pwd"
-    job_id = await cluster.submit(job(1, 1, script, cwd=str(tmp_path), env={"COLOUR": "blue", "TMD_NODE_INDEX": "9"}))
+    environment = {"COLOUR": "blue", "TMD_NODE_INDEX": "9", "TMD_INTERFACE": "eth7"}
+    job_id = await cluster.submit(job(1, 1, script, cwd=str(tmp_path), env=environment))
     assert (await view(cluster, "n2")).jobs == (job_id,)
     await until(lambda: not cluster.job(job_id).runs(), "agents ended")
     said = log_of(life(cluster, job_id, "n2"))
@@ -81,7 +82,7 @@ async def test_agents_are_told_who_they_are(cluster: LocalCluster, tmp_path: Pat
         str(tmp_path),
     ):
         assert line in said
-    assert "TMD_NODE_INDEX=9" not in said
+    assert not {"TMD_NODE_INDEX=9", "TMD_INTERFACE=eth7"} & set(said)
     assert life(cluster, job_id, "n2").exit_code == 0
     assert (await view(cluster, "n2")).state == "IDLE"
 

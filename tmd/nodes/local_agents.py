@@ -69,7 +69,8 @@ class LocalAgents:
 
     def _environment(self, job: LocalJob, life: Life, node: LocalNode) -> dict[str, str]:
         environment = dict(os.environ if job.request.env is None else job.request.env)
-        environment.pop("TMD_NODE_INDEX", None)
+        for of_another_node in ("TMD_NODE_INDEX", "TMD_INTERFACE"):
+            environment.pop(of_another_node, None)
         if life.index is not None:
             environment["TMD_NODE_INDEX"] = str(life.index)
         environment |= {
