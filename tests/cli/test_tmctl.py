@@ -170,6 +170,13 @@ def test_a_job_of_which_only_its_end_is_known_shows_no_step(daemon: FakeDaemon, 
     assert row[header.index("next step") :].split()[0] == "-"
 
 
+def test_the_port_is_told_from_an_ipv6_address(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    view = plain(JOB)
+    view["ranks"][0]["host"] = "fd00::7"
+    daemon.answers["GET /v1/jobs/local-1"] = view
+    assert " [fd00::7]:4000 " in fine(tmctl("job", "show", "local-1"))
+
+
 def test_names_are_quoted_on_the_way(daemon: FakeDaemon, tmctl: Tmctl) -> None:
     tmctl("job", "show", "a/b?c")
     assert daemon.asked[0][0] == "GET /v1/jobs/a%2Fb%3Fc"
