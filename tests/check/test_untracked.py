@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from tmd_worker.check import findings
+from tmd_worker.check import findings, places
 from tmd_worker.check.findings import Finding
 from tmd_worker.check.untracked import Untracked
 from tmd_worker.state.tracked import Tracked
@@ -66,6 +66,12 @@ class Script:
         untracked.steps_done(sys._getframe())
         self.tracked.restore_all(before)
         return {finding.name: finding for finding in untracked.findings(restored=True)}
+
+
+@pytest.fixture(autouse=True)
+def only_this_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the modules that are here only this one is the user's: other tests of the same process are large, and no part of it."""
+    monkeypatch.setattr(places, "users_modules", lambda: [sys.modules[__name__]])
 
 
 @pytest.fixture
