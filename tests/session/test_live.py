@@ -253,6 +253,7 @@ def test_an_exception_in_the_middle_of_a_decided_update_ends_the_rank_if_it_is_p
         job.rig.begin()
         for step in loop(job, 1):
             with step:
+                job.model.zero_grad()
                 job.model(step.batch).sum().backward()
                 if not step.shadow:
                     torn.step()
@@ -282,6 +283,7 @@ def test_a_scaler_that_skips_its_step_still_votes_once() -> None:
     before = job.model[0].weight.detach().clone()
     for step in loop(job, 1):
         with step:
+            job.optimizer.zero_grad()
             loss = job.model(step.batch).pow(2).mean() * float("inf")
             scaler.scale(loss).backward()
             scaler.step(job.optimizer)
@@ -296,6 +298,7 @@ def test_a_vote_by_hand_is_the_only_one() -> None:
     job.rig.begin()
     for step in loop(job, 2):
         with step:
+            job.model.zero_grad()
             job.model(step.batch).sum().backward()
             job.rig.loop.vote()
             with torch.no_grad():
