@@ -62,8 +62,9 @@ stage-session:
 stage-simulator:
 	@scripts/stage simulator $(PY) -m tests.simulator --seeds $(SEEDS) --jobs 2
 
+# One after the other: each of them starts up to a dozen processes that import PyTorch.
 stage-e2e:
-	@scripts/stage e2e scripts/pytest-stage tests/e2e
+	@TEST_PROCESSES=1 scripts/stage e2e scripts/pytest-stage tests/e2e
 
 stage-soak:
 	@scripts/stage soak $(PY) -m tmd.demo --out out/soak --soak 3

@@ -33,6 +33,13 @@ def between(pids: set[int]) -> set[Connection]:
     return {each for each in found if each.remote in ends}
 
 
+def local_sockets(pids: set[int]) -> set[tuple[int, int, str]]:
+    """(process, descriptor, inode) of every socket within the host: links between ranks of one node are such."""
+    inodes = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    held = {(pid, descriptor, inode) for pid in pids for descriptor, inode in _socket_inodes(pid).items()}
+    return {each for each in held if each[2] in inodes}
+
+
 def listeners(pid: int) -> set[tuple[str, int]]:
     """Addresses on which this process listens."""
     table = _tcp_table(_LISTEN)

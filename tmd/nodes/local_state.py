@@ -53,7 +53,7 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     release_grace_s: Annotated[
         float,
         Meta(description="What still runs on a released node, or of a cancelled job, has this long to end by itself."),
-    ] = 2.0
+    ] = 5.0
 
     def expand(self) -> tuple[LocalNode, ...]:
         """Every node in full. Raises ValueError naming what is wrong."""
