@@ -99,7 +99,8 @@ def _soak(stack: Stack, shape: Shape, out: Path, runs: int, seed: int) -> int:
     chance, bad = random.Random(seed), []
     for number in range(1, runs + 1):
         drained, killed = chance.sample(range(shape.nodes), 2)
-        moments = [chance.randrange(0, shape.steps - 20) for _ in range(2)]
+        # Not before the first step is committed: until then a loss starts the job from nothing, which replaces nobody.
+        moments = [chance.randrange(1, shape.steps - 20) for _ in range(2)]
         disturbances = (Disturbance(moments[0], "drain", drained), Disturbance(moments[1], "kill", killed))
         folder = out / f"run{number}"
         say(f"run {number}/{runs}: drain rank {drained} at step {moments[0]}, kill rank {killed} at step {moments[1]}")
