@@ -166,7 +166,13 @@ class Faults(Actor):
         if fault.kind in ("user_bug", "kill_two") or job is None or job.state != "running":
             return False
         ready = any(process.alive and process.core.phase == "ready" for process in self.world.processes.values())
-        return ready and not any(process.machine.frozen for process in self._members())
+        members = self._members()
+        sound = [
+            process
+            for process in members
+            if not process.machine.frozen and process.core.run_epoch == job.epoch > process.core.poisoned_epoch
+        ]
+        return ready and len(sound) == self.world.world_size and not self.world.partitioned
 
     # ---------------------------------------------------------------- whom
 
