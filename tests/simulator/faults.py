@@ -165,7 +165,9 @@ class Faults(Actor):
         job = self.world.ledger.jobs.get(self.world.job_id)
         if fault.kind in ("user_bug", "kill_two") or job is None or job.state != "running":
             return False
-        ready = any(process.alive and process.core.phase == "ready" for process in self.world.processes.values())
+        standbys = [process for process in self.world.processes.values() if process.alive and process.core.phase == "ready"]
+        drained = any(node.state in ("draining", "drained") for node in self.world.ledger.nodes.values())
+        ready = not drained and sum(not process.machine.frozen for process in standbys) >= 2
         members = self._members()
         sound = [
             process
