@@ -42,6 +42,8 @@ class Untracked:
         #: To be entered around the shadow steps.
         self.watches: tuple[Watch, ...] = (self._draws, self._gradients)
         self._frame: FrameType | None = None
+        #: By its path, what the script holds after everything tracked was put back; looked for at most once.
+        self._again: dict[str, Held] | None = None
         self._held: list[Held] = []
         self._made: list[Held] = []
         #: Fingerprints before the shadow steps and after them, by the held object's id.
@@ -109,7 +111,9 @@ class Untracked:
         """What is tracked may put another object in this one's place: `self.shadow = state["shadow"]`."""
         if self._frame is None:
             return False
-        there = next((each for each in self._walk(self._frame) if each.node.path == held.node.path), None)
+        if self._again is None:
+            self._again = {each.node.path: each for each in self._walk(self._frame)}
+        there = self._again.get(held.node.path)
         return there is not None and there.kind is held.kind and there.fingerprint() == before
 
     def _is_drawn_by_hand(self, cursor: LoaderCursor) -> bool:
