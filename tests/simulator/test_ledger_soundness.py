@@ -9,7 +9,7 @@ from tests.simulator.run import run_seed
 from tmd.core.instructions import Persist
 from tmd.ledger.soundness import contradictions
 
-SEEDS = 25
+SEEDS = 150
 
 
 def test_no_write_of_the_core_contradicts_another_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ def _of_migrations(job: JobRecord, migrations: list[MigrationRecord], ranks: dic
             yield f"{name}: it is {migration.state}, its end is {migration.ended_s}, its reason {migration.reason!r}"
         if not ended and job.state in JOB_ENDED:
             yield f"{name}: it is {migration.state}, and its job {job.job_id} has ended"
-        # One that only waits may be overtaken by the loss of its rank.
-        for rank in () if ended or migration.state == "queued" else migration.leavers:
+        # One that waits, for its turn or to be tried again, has no joiner and may be overtaken by the loss of its rank.
+        for rank in () if ended else migration.joiners:
             if rank in moving:
                 yield f"{name}: rank {rank} of job {job.job_id} is moving in {moving[rank]} as well"
             moving[rank] = migration.migration_id
