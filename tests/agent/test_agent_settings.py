@@ -113,7 +113,16 @@ def test_log_dir_alone_hides_nothing(settings: Any, tmp_path: Path) -> None:
     assert chosen.logs.sinks(0, 1) == (True, True)
 
 
+def test_what_carries_the_collectives_is_chosen_and_told_to_the_daemon(settings: Any) -> None:
+    assert settings(*DIRECTED, SCRIPT).transport == "delta"
+    assert settings(*DIRECTED, SCRIPT, TMD_TRANSPORT="gloo").transport == "gloo"
+    assert settings(*DIRECTED, "--transport", "delta", SCRIPT, TMD_TRANSPORT="gloo").transport == "delta"
+    assert own_versions("1", "gloo")["transport"] == "gloo"
+
+
 # -------------------------------------------------------------------- refused
+
+DIRECTED = ["--daemon", "unix:/a", "--job-id", "1", "--host", "127.0.0.1"]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +145,9 @@ def test_log_dir_alone_hides_nothing(settings: Any, tmp_path: Path) -> None:
         (["--daemon", "http://head", "--job-id", "1", SCRIPT], "not understood"),
         (["--daemon", "unix:/a", "--job-id", "1", "--label", "rack", SCRIPT], "label 'rack' is not understood"),
         (["--daemon", "unix:/a", "--job-id", "1", "--token-file", "/no/token", SCRIPT], "token file '/no/token' cannot be read"),
+        ([*DIRECTED, "--transport", "carrier-pigeon", SCRIPT], "say delta (tmd's own links) or gloo"),
+        ([*DIRECTED, "--transport", "nccl", SCRIPT], "there is nothing that NCCL could carry"),
+        ([*DIRECTED, "--transport", "gloo", "--port-range", "40000-40009", SCRIPT], "exclude each other"),
         (["-m", "no_such_module_anywhere"], "is not on the Python path"),
         (["-m", "json"], "has no __main__.py"),
         (["--no-python", "no-such-program-anywhere"], "not an executable"),
@@ -214,6 +226,6 @@ def test_cpu_capability_names_what_decides_kernels() -> None:
 
 
 def test_versions_and_threads() -> None:
-    assert own_versions("1")["threads"] == "1"
-    assert own_versions("")["threads"] == "unset"
+    assert own_versions("1", "delta")["threads"] == "1"
+    assert own_versions("", "delta")["threads"] == "unset"
     assert (rank_threads(2, {}), rank_threads(1, {}), rank_threads(2, {"OMP_NUM_THREADS": "4"})) == ("1", "", "4")

@@ -13,6 +13,7 @@ import pytest
 from tests.session.harness import Cluster
 from tests.session.outcome import Outcome
 from tests.session.zygote import Zygote
+from tmd.protocol.control import TransportName
 
 
 class Lab:
@@ -28,7 +29,7 @@ class Lab:
         self, *variants: str, steps: int = 8, gate: int = -1, faults: list[dict[str, Any]] | None = None, **shape: Any
     ) -> Cluster:
         """`gate`: the step that waits for Cluster.open_gate; `faults`: see tmd_worker.faults; `shape`: nodes, per_node,
-        standbys; another script; settings of the daemon's core."""
+        standbys; another script; settings of the daemon's core; the transport."""
         folder = self._folder / f"run{next(self._numbers)}"
         (folder / "faults").mkdir(parents=True)
         environment = {
@@ -38,11 +39,13 @@ class Lab:
         }
         return Cluster(folder, self._zygote, arguments=(str(steps), *variants), environment=environment, **shape)
 
-    def reference(self, *variants: str, steps: int = 8, nodes: int = 2, per_node: int = 1) -> Outcome:
+    def reference(
+        self, *variants: str, steps: int = 8, nodes: int = 2, per_node: int = 1, transport: TransportName = "delta"
+    ) -> Outcome:
         """The outcome of the run that nothing disturbs."""
-        key = (variants, steps, nodes, per_node)
+        key = (variants, steps, nodes, per_node, transport)
         if key not in self._references:
-            with self.cluster(*variants, steps=steps, nodes=nodes, per_node=per_node) as cluster:
+            with self.cluster(*variants, steps=steps, nodes=nodes, per_node=per_node, transport=transport) as cluster:
                 over = cluster.run()
                 assert over.exit_code == 0, cluster.report()
             self._references[key] = Outcome.of(cluster.folder)

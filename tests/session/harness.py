@@ -29,7 +29,7 @@ from tmd.protocol.agent import (
     ProcessStatus,
 )
 from tmd.protocol.codec import FROM_RANK, TO_RANK, FrameReader, frame
-from tmd.protocol.control import FromRank, PeerExiting, RankOrder, RankUpdate, RankWelcome, ToRank
+from tmd.protocol.control import FromRank, PeerExiting, RankOrder, RankUpdate, RankWelcome, ToRank, TransportName
 from tmd.protocol.rank import RankStatus
 
 JOB = "job"
@@ -91,8 +91,10 @@ class Cluster:
         environment: dict[str, str] | None = None,
         script: Path = SCRIPT,
         settings: CoreSettings | None = None,
+        transport: TransportName = "delta",
     ) -> None:
         self.folder = folder
+        self._transport = transport
         self._zygote = zygote
         self.folder.mkdir(parents=True, exist_ok=True)
         self.nodes = {f"n{i}": Node(f"n{i}", i) for i in range(nodes + standbys)}
@@ -380,6 +382,7 @@ class Cluster:
             job_key=node.welcome.job_key,
             hold_limit_s=node.welcome.hold_limit_s,
             heartbeat_s=node.welcome.heartbeat_s,
+            transport=self._transport,
         )
         self._send(started, welcome)
         return started

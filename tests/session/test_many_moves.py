@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+import pytest
+
 from tests.session.conftest import Lab
 from tests.session.harness import Cluster
+from tmd.protocol.control import TransportName
 
-MOVES = 100
-EVERY = 5
 #: Allocators and caches fill up first.
 SETTLED_AFTER = 20
+EVERY = 5
 ENDLESS = 10_000_000
 
 
@@ -47,17 +49,18 @@ def move(cluster: Cluster, rank: int) -> None:
     cluster.come_back(cluster.released[0])
 
 
-def test_a_hundred_planned_moves_leave_nothing_behind(lab: Lab) -> None:
-    with lab.cluster("batchnorm", nodes=3, standbys=1, steps=ENDLESS) as cluster:
+@pytest.mark.parametrize(("transport", "moves"), [("delta", 100), ("gloo", 60)])
+def test_many_planned_moves_leave_nothing_behind(transport: TransportName, moves: int, lab: Lab) -> None:
+    with lab.cluster("batchnorm", nodes=3, standbys=1, steps=ENDLESS, transport=transport) as cluster:
         cluster.run_until(lambda: bool(cluster.ready_standbys()) and cluster.step_of(0) > 0)
         stayer = cluster.member(0)
         usage = Usage(stayer.pid)
-        for number in range(MOVES):
+        for number in range(moves):
             move(cluster, 1 + number % 2)
             if number >= SETTLED_AFTER and number % EVERY == 0:
                 usage.sample()
         assert cluster.member(0) is stayer
-        assert cluster.core.job("job").record.epoch == MOVES
+        assert cluster.core.job("job").record.epoch == moves
     assert growth(usage.descriptors) < 1, usage.descriptors
     assert growth(usage.threads) < 1, usage.threads
     assert growth(usage.resident_bytes) < 4 << 20, usage.resident_bytes

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.transport.ranks import DEADLINE_S, JOB_KEY, Events
+from tmd.protocol.control import TransportName
 from tmd.protocol.membership import Member, Membership, Plan
 from tmd_worker.transport.fabric import Fabric
 from tmd_worker.transport.shell import TmdProcessGroup
@@ -34,14 +35,15 @@ class Node:
 class Mesh:
     """Ranks 0 to size-1, and any number of further processes."""
 
-    def __init__(self, size: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, size: int, host: str = "127.0.0.1", transport: TransportName = "delta") -> None:
         self.size = size
         self.host = host
+        self.transport = transport
         self.nodes: list[Node] = []
 
     def add(self, incarnation: str, rank: int, *, key: bytes = JOB_KEY) -> Node:
         events = Events()
-        fabric = Fabric(host=self.host, job_key=key, incarnation=incarnation, events=events)
+        fabric = Fabric(host=self.host, job_key=key, incarnation=incarnation, events=events, transport=self.transport)
         events.fabric = fabric
         fabric.set_role(rank, self.size, 1)
         world = TmdProcessGroup(fabric, rank, tuple(range(self.size)), DEADLINE_S)
@@ -69,10 +71,10 @@ class Mesh:
 
 
 @contextmanager
-def mesh(size: int, *, live: bool = True, host: str = "127.0.0.1") -> Iterator[Mesh]:
+def mesh(size: int, *, live: bool = True, host: str = "127.0.0.1", transport: TransportName = "delta") -> Iterator[Mesh]:
     """All on the same address, linked in epoch 0 if `live`. Nothing may be left behind, no descriptor either."""
     before = descriptors()
-    made = Mesh(size, host)
+    made = Mesh(size, host, transport)
     try:
         for rank in range(size):
             made.add(f"inc-{rank}", rank)

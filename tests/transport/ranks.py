@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # optimizers and functional collectives import it when first used: once here, not in every rank process
 import torch.distributed as dist
 
+from tmd.protocol.control import TransportName
 from tmd.protocol.membership import Member, Membership
 from tmd_worker import faults
 from tmd_worker.core.rank import Admission
@@ -27,6 +29,8 @@ from tmd_worker.transport.fabric import Fabric
 
 JOB_KEY = b"k" * 32
 DEADLINE_S = 60.0
+#: Tests that must hold whatever carries the collectives.
+BOTH = pytest.mark.parametrize("transport", ["delta", "gloo"])
 Body = Callable[["Rank"], Any]
 
 
@@ -74,12 +78,12 @@ class Events:
 class Rank:
     """What a test's body gets in a rank process."""
 
-    def __init__(self, rank: int, size: int, pipe: Connection, host: str, store_path: str) -> None:
+    def __init__(self, rank: int, size: int, pipe: Connection, host: str, store_path: str, transport: TransportName) -> None:
         self.rank = rank
         self.size = size
         self.events = Events()
         self.incarnation = f"inc-{rank}"
-        self.fabric = Fabric(host=host, job_key=JOB_KEY, incarnation=self.incarnation, events=self.events)
+        self.fabric = Fabric(host=host, job_key=JOB_KEY, incarnation=self.incarnation, events=self.events, transport=transport)
         self.events.fabric = self.fabric
         self._pipe = pipe
         self._store_path = store_path
@@ -150,6 +154,7 @@ def ranks(
     setup: Callable[[Rank], None] | None = None,
     one_host: bool = False,
     address: str | None = None,
+    transport: TransportName = "delta",
 ) -> Iterator[list[Process]]:
     """`size` processes that run `body(rank)`; what it returns is the last message of each. Killed at the end, whatever happens.
 
@@ -163,7 +168,7 @@ def ranks(
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 host = address or f"127.0.0.{2 if one_host else rank + 2}"
-                arguments = (rank, size, theirs, host, f"{directory}/store", body, live, setup)
+                arguments = (rank, size, theirs, host, f"{directory}/store", body, live, setup, transport)
                 process = context.Process(target=_run, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -204,11 +209,12 @@ def _run(
     body: Body,
     live: bool,
     setup: Callable[[Rank], None] | None,
+    transport: TransportName,
 ) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     torch.set_num_threads(1)
     try:
-        me = Rank(rank, size, _Tagged(pipe), host, store_path)  # type: ignore[arg-type]
+        me = Rank(rank, size, _Tagged(pipe), host, store_path, transport)  # type: ignore[arg-type]
         faults.rank = rank
         if setup is not None:
             setup(me)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from tests.transport.mesh import Node, mesh, together
-from tests.transport.ranks import Rank, ranks, run_ranks
+from tests.transport.ranks import BOTH, Rank, ranks, run_ranks
+from tmd.protocol.control import TransportName
 from tmd_worker.transport.topology import branch, next_hop
 
 DTYPES = [
@@ -55,8 +56,9 @@ def cases(seed: int, number: int) -> list[tuple[str, int, torch.dtype]]:
     return [(choose.choice(list(REDUCTIONS)), choose.choice(SIZES), choose.choice(DTYPES)) for _ in range(number)]
 
 
+@BOTH
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_allreduce_of_any_size_and_dtype(size: int) -> None:
+def test_allreduce_of_any_size_and_dtype(size: int, transport: TransportName) -> None:
     def body(rank: Rank) -> list[str]:
         wrong = []
         for seed, (name, elements, dtype) in enumerate(cases(size, 16)):
@@ -67,10 +69,11 @@ def test_allreduce_of_any_size_and_dtype(size: int) -> None:
                 wrong.append(f"{name} of {elements} {dtype}")
         return wrong
 
-    assert run_ranks(size, body) == [[]] * size
+    assert run_ranks(size, body, transport=transport) == [[]] * size
 
 
-def test_every_rank_ends_with_the_same_bits_and_so_does_a_second_run() -> None:
+@BOTH
+def test_every_rank_ends_with_the_same_bits_and_so_does_a_second_run(transport: TransportName) -> None:
     def body(rank: Rank) -> list[bytes]:
         results = []
         for elements in (7, 5000, 200_003):
@@ -82,22 +85,24 @@ def test_every_rank_ends_with_the_same_bits_and_so_does_a_second_run() -> None:
             results.append(average.view(torch.uint8).numpy().tobytes())
         return results
 
-    first, second = run_ranks(4, body), run_ranks(4, body)
+    first, second = run_ranks(4, body, transport=transport), run_ranks(4, body, transport=transport)
     assert all(one == first[0] for one in first)
     assert first == second
 
 
-def test_average_is_the_sum_over_the_size() -> None:
+@BOTH
+def test_average_is_the_sum_over_the_size(transport: TransportName) -> None:
     def body(rank: Rank) -> list[float]:
         small, large = torch.full((3,), float(4 * rank.rank)), torch.full((50_000,), float(4 * rank.rank))
         dist.all_reduce(small, dist.ReduceOp.AVG)
         dist.all_reduce(large, dist.ReduceOp.AVG)
         return [*small.tolist(), float(large.min()), float(large.max())]
 
-    assert run_ranks(3, body) == [[4.0] * 5] * 3
+    assert run_ranks(3, body, transport=transport) == [[4.0] * 5] * 3
 
 
-def test_layouts_that_are_not_contiguous() -> None:
+@BOTH
+def test_layouts_that_are_not_contiguous(transport: TransportName) -> None:
     def body(rank: Rank) -> list[bool]:
         base = torch.zeros(300, 400)
         transposed = base.t()
@@ -120,11 +125,12 @@ def test_layouts_that_are_not_contiguous() -> None:
             scalar.item() == 3,
         ]
 
-    assert run_ranks(3, body) == [[True] * 5] * 3
+    assert run_ranks(3, body, transport=transport) == [[True] * 5] * 3
 
 
+@BOTH
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_what_moves_values_without_changing_them(size: int) -> None:
+def test_what_moves_values_without_changing_them(size: int, transport: TransportName) -> None:
     def body(rank: Rank) -> list[str]:
         wrong = []
         me = rank.rank
@@ -153,10 +159,11 @@ def test_what_moves_values_without_changing_them(size: int) -> None:
                 wrong.append(f"scatter {elements}")
         return wrong
 
-    assert run_ranks(size, body) == [[]] * size
+    assert run_ranks(size, body, transport=transport) == [[]] * size
 
 
-def test_reduce_and_reduce_scatter() -> None:
+@BOTH
+def test_reduce_and_reduce_scatter(transport: TransportName) -> None:
     def body(rank: Rank) -> list[Any]:
         tensor = torch.full((40_000,), float(rank.rank))
         dist.reduce(tensor, 2)
@@ -167,14 +174,15 @@ def test_reduce_and_reduce_scatter() -> None:
         dist.reduce_scatter_single(single, torch.cat(parts))
         return [sorted(set(values.tolist())) for values in (tensor, listed, single, parts[0])]
 
-    results = run_ranks(3, body)
+    results = run_ranks(3, body, transport=transport)
     assert [result[0] for result in results] == [[0.0], [1.0], [3.0]]
     assert [result[1] for result in results] == [[30.0], [33.0], [36.0]]
     assert [result[2] for result in results] == [[30.0], [33.0], [36.0]]
     assert [result[3] for result in results] == [[0.0], [10.0], [20.0]]
 
 
-def test_objects_and_functional_and_coalesced_forms() -> None:
+@BOTH
+def test_objects_and_functional_and_coalesced_forms(transport: TransportName) -> None:
     def body(rank: Rank) -> list[Any]:
         world: Any = dist.group.WORLD
         gathered: list[Any] = [None] * rank.size
@@ -204,7 +212,7 @@ def test_objects_and_functional_and_coalesced_forms() -> None:
             first.tolist() + second.tolist(),
         ]
 
-    results = run_ranks(3, body)
+    results = run_ranks(3, body, transport=transport)
     for rank, result in enumerate(results):
         assert result[0] == [0, 1, 2]
         assert result[1] == ["from 1", [1]]
@@ -231,7 +239,8 @@ def test_a_subgroup_made_while_live_has_its_own_links() -> None:
     assert run_ranks(4, body) == [[2, 0, [2]], [4, 0, [3]], [2, 1, [0]], [4, 1, [1]]]
 
 
-def test_a_rank_that_destroys_its_groups_first_disturbs_nobody() -> None:
+@BOTH
+def test_a_rank_that_destroys_its_groups_first_disturbs_nobody(transport: TransportName) -> None:
     """1. Rank 0 is done and destroys everything. 2. Only then rank 1 begins to wait. 3. Its collectives are complete."""
 
     def body(rank: Rank) -> Any:
@@ -251,7 +260,7 @@ def test_a_rank_that_destroys_its_groups_first_disturbs_nobody() -> None:
             dist.destroy_process_group()
         return [int(tensor.sum()) for tensor in tensors], rank.events.broken, dist.is_initialized()
 
-    with ranks(2, body) as processes:
+    with ranks(2, body, transport=transport) as processes:
         assert [process.hear() for process in processes] == ["done", "done"]
         for process in processes:
             process.tell("go on")

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.transport.ranks import Rank, run_ranks
+from tests.transport.ranks import BOTH, Rank, run_ranks
+from tmd.protocol.control import TransportName
 from tmd_worker.discard import StepDiscarded
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -78,22 +79,24 @@ def alone(variant: str) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in net.parameters()]
 
 
+@BOTH
 @pytest.mark.parametrize("variant", list(VARIANTS))
-def test_ddp_trains_as_it_does_in_one_process(variant: str) -> None:
+def test_ddp_trains_as_it_does_in_one_process(variant: str, transport: TransportName) -> None:
     def body(rank: Rank) -> Any:
         model, optimizer = built(variant)
         for step in range(STEPS):
             run_step(model, optimizer, step, rank.rank)
         return digest(model), [parameter.detach().tolist() for parameter in model.parameters()]
 
-    results = run_ranks(SIZE, body)
+    results = run_ranks(SIZE, body, transport=transport)
     assert results[0][0] == results[1][0]
     for mine, reference in zip(results[0][1], alone(variant), strict=True):
         torch.testing.assert_close(torch.tensor(mine), reference, rtol=1e-4, atol=1e-5)
 
 
+@BOTH
 @pytest.mark.parametrize("variant", list(VARIANTS))
-def test_poison_anywhere_in_a_step_leaves_ddp_able_to_run_it_again(variant: str) -> None:
+def test_poison_anywhere_in_a_step_leaves_ddp_able_to_run_it_again(variant: str, transport: TransportName) -> None:
     """1. Two shadow steps in sandbox, reset. 2. Step 1 is poisoned at its n-th collective, rolled back and run again in the
     next epoch. 3. The result is that of a run without poison, bit for bit."""
 
@@ -128,10 +131,11 @@ def test_poison_anywhere_in_a_step_leaves_ddp_able_to_run_it_again(variant: str)
             optimizer.step()
         return digest(model)
 
-    undisturbed = run_ranks(SIZE, functools.partial(body, poison_at=None))
+    undisturbed = run_ranks(SIZE, functools.partial(body, poison_at=None), transport=transport)
     assert undisturbed[0] == undisturbed[1]
     for poison_at in (1, 2, 4):
-        assert run_ranks(SIZE, functools.partial(body, poison_at=poison_at)) == undisturbed, f"poisoned at {poison_at}"
+        poisoned = run_ranks(SIZE, functools.partial(body, poison_at=poison_at), transport=transport)
+        assert poisoned == undisturbed, f"poisoned at {poison_at}"
 
 
 def poison_after(rank: Rank, calls: int) -> None:
@@ -157,7 +161,8 @@ def next_table(rank: Rank) -> Any:
     return msgspec.structs.replace(rank.table, epoch=1)
 
 
-def test_gradient_accumulation_and_clipping() -> None:
+@BOTH
+def test_gradient_accumulation_and_clipping(transport: TransportName) -> None:
     def body(rank: Rank) -> Any:
         model, optimizer = built("plain")
         for step in range(2):
@@ -170,5 +175,5 @@ def test_gradient_accumulation_and_clipping() -> None:
         dist.barrier()
         return digest(model), float(norm)
 
-    results = run_ranks(SIZE, body)
+    results = run_ranks(SIZE, body, transport=transport)
     assert results[0] == results[1]

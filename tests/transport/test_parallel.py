@@ -14,7 +14,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.transport.ranks import Rank, run_ranks
+from tests.transport.ranks import BOTH, Rank, run_ranks
+from tmd.protocol.control import TransportName
 
 #: Below the norm of the gradients, so that clipping does something.
 CLIP = 0.1
@@ -56,7 +57,8 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.allclose(one, other, atol=1e-6) for one, other in zip(got, expected, strict=True))
 
 
-def test_sharded_data_parallel_with_replicas() -> None:
+@BOTH
+def test_sharded_data_parallel_with_replicas(transport: TransportName) -> None:
     """FSDP2 over two ranks, replicated twice: all-gather, reduce-scatter, all-reduce, in forward and backward."""
 
     def body(rank: Rank) -> bool:
@@ -72,10 +74,11 @@ def test_sharded_data_parallel_with_replicas() -> None:
         torch.optim.SGD(net.parameters(), lr=0.1).step()
         return same([whole(parameter.detach()) for parameter in net.parameters()], expected)
 
-    assert run_ranks(4, body) == [True] * 4
+    assert run_ranks(4, body, transport=transport) == [True] * 4
 
 
-def test_tensor_parallel_within_data_parallel() -> None:
+@BOTH
+def test_tensor_parallel_within_data_parallel(transport: TransportName) -> None:
     def body(rank: Rank) -> bool:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         net = model()
@@ -91,10 +94,11 @@ def test_tensor_parallel_within_data_parallel() -> None:
         torch.optim.SGD(net.parameters(), lr=0.1).step()
         return same([whole(parameter.detach()) for parameter in net.parameters()], expected)
 
-    assert run_ranks(4, body) == [True] * 4
+    assert run_ranks(4, body, transport=transport) == [True] * 4
 
 
-def test_a_distributed_tensor_changes_its_layout() -> None:
+@BOTH
+def test_a_distributed_tensor_changes_its_layout(transport: TransportName) -> None:
     """From rows to columns is an all-to-all; uneven shards are padded and cut."""
 
     def body(rank: Rank) -> list[bool]:
@@ -109,10 +113,11 @@ def test_a_distributed_tensor_changes_its_layout() -> None:
             torch.equal((rows @ columns.t().contiguous()).full_tensor(), source @ source.t()),
         ]
 
-    assert run_ranks(3, body) == [[True] * 3] * 3
+    assert run_ranks(3, body, transport=transport) == [[True] * 3] * 3
 
 
-def test_a_pipeline_of_two_stages() -> None:
+@BOTH
+def test_a_pipeline_of_two_stages(transport: TransportName) -> None:
     """Activations and gradients go from stage to stage as messages."""
 
     def body(rank: Rank) -> bool:
@@ -130,4 +135,4 @@ def test_a_pipeline_of_two_stages() -> None:
         expected = [parameter.grad for parameter in reference[rank.rank].parameters()]
         return same(got, expected)  # type: ignore[arg-type]
 
-    assert run_ranks(2, body) == [True] * 2
+    assert run_ranks(2, body, transport=transport) == [True] * 2

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.transport.mesh import Mesh, Node, mesh, plan_of, together, wait_until
+from tests.transport.ranks import BOTH
+from tmd.protocol.control import TransportName
 from tmd.protocol.membership import Plan
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.discard import StepDiscarded
@@ -62,8 +64,9 @@ def test_stayers_keep_the_descriptors_of_all_links_to_one_another(size: int) -> 
         assert all(node.events.broken == [] for node in made.nodes)
 
 
-def test_no_link_between_stayers_is_opened_anew() -> None:
-    with mesh(5) as made:
+@BOTH
+def test_no_link_between_stayers_is_opened_anew(transport: TransportName) -> None:
+    with mesh(5, transport=transport) as made:
         joiner, stayers, plan = staged(made)
         assert [node.fabric.switch(plan, 1) for node in stayers] == [0] * 4
         assert joiner.fabric.activate(1) == 0
@@ -114,8 +117,9 @@ def test_a_stayer_opens_links_to_the_joiner_only_and_only_where_it_is_a_neighbou
     }
 
 
-def test_the_leavers_links_close_at_retirement_and_not_before() -> None:
-    with mesh(4) as made:
+@BOTH
+def test_the_leavers_links_close_at_retirement_and_not_before(transport: TransportName) -> None:
+    with mesh(4, transport=transport) as made:
         joiner, stayers, plan = staged(made)
         flip(joiner, stayers, plan)
         leaver = made.nodes[LEAVER]
@@ -127,8 +131,9 @@ def test_the_leavers_links_close_at_retirement_and_not_before() -> None:
         assert all(node.events.broken == [] for node in (joiner, *stayers))
 
 
-def test_a_leaver_that_dies_after_the_flip_disturbs_nobody() -> None:
-    with mesh(4) as made:
+@BOTH
+def test_a_leaver_that_dies_after_the_flip_disturbs_nobody(transport: TransportName) -> None:
+    with mesh(4, transport=transport) as made:
         joiner, stayers, plan = staged(made)
         flip(joiner, stayers, plan)
         made.nodes[LEAVER].fabric.close_all()
@@ -136,8 +141,9 @@ def test_a_leaver_that_dies_after_the_flip_disturbs_nobody() -> None:
         assert all(node.events.broken == [] for node in (joiner, *stayers))
 
 
-def test_a_joiner_that_dies_before_the_flip_is_noticed_after_it_and_not_before() -> None:
-    with mesh(3) as made:
+@BOTH
+def test_a_joiner_that_dies_before_the_flip_is_noticed_after_it_and_not_before(transport: TransportName) -> None:
+    with mesh(3, transport=transport) as made:
         joiner, stayers, plan = staged(made)
         joiner.fabric.close_all()
         assert together(made.nodes[:3], reduced) == [[3.0] * 3] * 3
@@ -148,8 +154,9 @@ def test_a_joiner_that_dies_before_the_flip_is_noticed_after_it_and_not_before()
             node.events.wait_poisoned(1)
 
 
-def test_links_are_staged_and_dropped_beside_running_collectives() -> None:
-    with mesh(4) as made:
+@BOTH
+def test_links_are_staged_and_dropped_beside_running_collectives(transport: TransportName) -> None:
+    with mesh(4, transport=transport) as made:
         joiner, stayers, plan = staged(made)
         fds = [node.fabric.links() for node in made.nodes[:4]]
         descriptors = len(os.listdir("/proc/self/fd"))
@@ -164,8 +171,9 @@ def test_links_are_staged_and_dropped_beside_running_collectives() -> None:
         assert together([joiner, *stayers], reduced) == [[6.0] * 3] * 4
 
 
-def test_dropping_a_plan_ends_its_staging() -> None:
-    with mesh(2) as made:
+@BOTH
+def test_dropping_a_plan_ends_its_staging(transport: TransportName) -> None:
+    with mesh(2, transport=transport) as made:
         joiner = made.add("inc-j", 1)
         plan = plan_of(made.table(1, r1=joiner), made.table(0), 1)
 
@@ -181,8 +189,9 @@ def test_dropping_a_plan_ends_its_staging() -> None:
         assert together(made.nodes[:2], reduced) == [[1.0] * 3] * 2
 
 
-def test_poison_of_the_base_epoch_leaves_what_is_staged_to_the_plan() -> None:
-    with mesh(3) as made:
+@BOTH
+def test_poison_of_the_base_epoch_leaves_what_is_staged_to_the_plan(transport: TransportName) -> None:
+    with mesh(3, transport=transport) as made:
         joiner, stayers, plan = staged(made)
         made.nodes[0].events.poison(0, "test")
         for node in made.nodes[:3]:
@@ -196,8 +205,9 @@ def test_poison_of_the_base_epoch_leaves_what_is_staged_to_the_plan() -> None:
         assert together(made.nodes[:3], reduced) == [[3.0] * 3] * 3
 
 
-def test_the_leaver_cannot_come_back_into_the_new_epoch() -> None:
-    with mesh(3) as made:
+@BOTH
+def test_the_leaver_cannot_come_back_into_the_new_epoch(transport: TransportName) -> None:
+    with mesh(3, transport=transport) as made:
         joiner, stayers, plan = staged(made)
         flip(joiner, stayers, plan)
         leaver = made.nodes[LEAVER]
@@ -208,8 +218,9 @@ def test_the_leaver_cannot_come_back_into_the_new_epoch() -> None:
             leaver.fabric.open(made.table(1), LEAVER, 5.0)
 
 
-def test_the_vote_goes_on_with_the_joiner_and_without_the_leaver() -> None:
-    with mesh(4) as made:
+@BOTH
+def test_the_vote_goes_on_with_the_joiner_and_without_the_leaver(transport: TransportName) -> None:
+    with mesh(4, transport=transport) as made:
         joiner, stayers, plan = staged(made)
         flip(joiner, stayers, plan)
 
@@ -221,8 +232,9 @@ def test_the_vote_goes_on_with_the_joiner_and_without_the_leaver() -> None:
         assert made.nodes[LEAVER].fabric.vote(Ballot.single(epoch=1, step=4), 5.0) == (None, False)
 
 
-def test_pair_links_between_stayers_survive_and_the_leavers_is_replaced_on_demand() -> None:
-    with mesh(3) as made:
+@BOTH
+def test_pair_links_between_stayers_survive_and_the_leavers_is_replaced_on_demand(transport: TransportName) -> None:
+    with mesh(3, transport=transport) as made:
 
         def talk(node: Node, other: int) -> float:
             tensor = torch.full((1,), float(node.rank))
@@ -245,8 +257,9 @@ def test_pair_links_between_stayers_survive_and_the_leavers_is_replaced_on_deman
         assert links[2].remote[1] != made.nodes[LEAVER].fabric.port
 
 
-def test_a_standby_takes_another_role_in_place() -> None:
-    with mesh(3) as made:
+@BOTH
+def test_a_standby_takes_another_role_in_place(transport: TransportName) -> None:
+    with mesh(3, transport=transport) as made:
         standby = made.add("inc-s", 2)
         standby.fabric.set_role(1, 3, 1)
         standby.rank = 1
@@ -265,8 +278,9 @@ def test_a_role_that_a_group_was_not_built_for_is_refused_by_name() -> None:
         made.nodes[0].fabric.set_role(7, 2, 1)
 
 
-def test_making_a_group_while_a_link_breaks_discards_the_step() -> None:
-    with mesh(2) as made:
+@BOTH
+def test_making_a_group_while_a_link_breaks_discards_the_step(transport: TransportName) -> None:
+    with mesh(2, transport=transport) as made:
         raised = []
 
         def make() -> None:
@@ -284,9 +298,10 @@ def test_making_a_group_while_a_link_breaks_discards_the_step() -> None:
         assert raised == ["a link broke while group late was being made"]
 
 
-def test_making_a_group_when_a_member_cannot_be_reached_discards_the_step_too() -> None:
+@BOTH
+def test_making_a_group_when_a_member_cannot_be_reached_discards_the_step_too(transport: TransportName) -> None:
     """Whoever notices a death by making a group must not take it for an error of the script."""
-    with mesh(2) as made:
+    with mesh(2, transport=transport) as made:
         lower, higher = made.nodes
         lower.fabric._ports.close()
         wait_until(lambda: not any(thread.name == "tmd-listener" and thread.is_alive() for thread in lower.fabric._threads))

@@ -173,12 +173,14 @@ async def tell_story(request: web.Request) -> web.Response:
 
 
 async def find_job(context: Context, caller: Caller, job_id: str) -> JobView:
-    """Raises ApiError 404 or 403."""
+    """Raises ApiError 404, 403, or 409 for a job whose agents belong to another ledger."""
     view = context.core.job(job_id) or await _written_job(context, job_id)
     if view is None:
-        known = [each.record.job_id for each in context.core.jobs() if caller.may_see(each.record)]
         stranger = context.core.stranger(job_id)
-        raise ApiError(404, stranger or f"there is no job {job_id}", f"jobs here: {', '.join(known) or 'none'}")
+        if stranger is not None:
+            raise ApiError(409, stranger, "tmctl status shows which jobs this ledger knows")
+        known = [each.record.job_id for each in context.core.jobs() if caller.may_see(each.record)]
+        raise ApiError(404, f"there is no job {job_id}", f"jobs here: {', '.join(known) or 'none'}")
     if not caller.may_see(view.record):
         raise ApiError(403, f"job {job_id} is not yours", "ask its owner or an operator")
     return view

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from tmd.protocol.agent import StoreReply, StoreRequest
 from tmd.protocol.rank import Directive, RankStatus
+
+#: tmd's own links, or groups of another library.
+TransportName = Literal["delta", "gloo", "nccl"]
 
 
 class RankWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="rank_welcome"):
@@ -24,6 +29,8 @@ class RankWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="rank_welcome")
     heartbeat_s: float
     #: First and last port that the rank may listen on; None: any.
     port_range: tuple[int, int] | None = None
+    #: What carries the collectives of the script's groups.
+    transport: TransportName = "delta"
 
 
 class RankUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="rank_update"):

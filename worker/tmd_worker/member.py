@@ -66,6 +66,7 @@ class MemberEngine:
             incarnation=welcome.incarnation,
             events=self._runtime,
             port_range=welcome.port_range,
+            transport=welcome.transport,
         )
         self._tracked = Tracked()
         own, inherited = RecordShelf(), RecordShelf()

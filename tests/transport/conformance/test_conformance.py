@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.transport.conformance import summation
 from tests.transport.conformance.cases import Case, laid_out, plain, random_case, same_bits
 from tests.transport.conformance.operations import OPERATIONS, Run
-from tests.transport.ranks import Rank, run_ranks
+from tests.transport.ranks import BOTH, Rank, run_ranks
+from tmd.protocol.control import TransportName
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_coalesced. will be deprecated:FutureWarning")
 #: Members -> cases of each operation, and the largest message: gloo takes its time when there are more ranks than cores.
@@ -35,8 +36,9 @@ def differences(case: Case, group: Any, twin: Any) -> list[str]:
     return [f"{case}: outputs {wrong}"] if wrong else []
 
 
+@BOTH
 @pytest.mark.parametrize("size", list(ROUNDS))
-def test_every_operation_yields_what_it_yields_on_gloo(size: int) -> None:
+def test_every_operation_yields_what_it_yields_on_gloo(size: int, transport: TransportName) -> None:
     def body(rank: Rank) -> list[str]:
         twin = dist.new_group(backend="gloo")
         wrong = []
@@ -47,10 +49,11 @@ def test_every_operation_yields_what_it_yields_on_gloo(size: int) -> None:
                 wrong += differences(case, dist.group.WORLD, twin)
         return wrong
 
-    assert run_ranks(size, body) == [[]] * size
+    assert run_ranks(size, body, transport=transport) == [[]] * size
 
 
-def test_sub_groups_late_and_nested_ones_and_what_is_left_when_one_is_destroyed() -> None:
+@BOTH
+def test_sub_groups_late_and_nested_ones_and_what_is_left_when_one_is_destroyed(transport: TransportName) -> None:
     """Groups of some of the ranks, made between collectives; groups within groups; collectives of several at the same time."""
 
     def body(rank: Rank) -> list[str]:
@@ -69,7 +72,7 @@ def test_sub_groups_late_and_nested_ones_and_what_is_left_when_one_is_destroyed(
                 dist.destroy_process_group(group)
         return wrong
 
-    assert run_ranks(5, body) == [[]] * 5
+    assert run_ranks(5, body, transport=transport) == [[]] * 5
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -125,7 +128,8 @@ def drawn(member: int, elements: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(elements, generator=torch.Generator().manual_seed(member), dtype=torch.float32).to(dtype)
 
 
-def test_types_that_gloo_does_not_take_are_moved_and_added_all_the_same() -> None:
+@BOTH
+def test_types_that_gloo_does_not_take_are_moved_and_added_all_the_same(transport: TransportName) -> None:
     def body(rank: Rank) -> list[str]:
         wrong = []
         for dtype in (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.complex128):
@@ -144,7 +148,7 @@ def test_types_that_gloo_does_not_take_are_moved_and_added_all_the_same() -> Non
         dist.all_reduce(turned)
         return [*wrong, *([] if total.tolist() == [3, -6] else ["int16"]), *([] if turned.tolist() == [-6.0, 3.0] else ["conj"])]
 
-    assert run_ranks(3, body) == [[]] * 3
+    assert run_ranks(3, body, transport=transport) == [[]] * 3
 
 
 REFUSED_BY_BOTH = {

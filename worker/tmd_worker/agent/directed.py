@@ -311,7 +311,7 @@ class DirectedNode:
             node_index=settings.node_index,
             command=(settings.launch.kind, settings.launch.target, *settings.launch.arguments),
             script_digest=settings.launch.digest(),
-            versions=identity.own_versions(self._threads),
+            versions=identity.own_versions(self._threads, settings.transport),
             labels=dict(settings.labels),
             pid=os.getpid(),
             uid=os.getuid(),
@@ -332,6 +332,7 @@ class DirectedNode:
             hold_limit_s=welcome.hold_limit_s,
             heartbeat_s=welcome.heartbeat_s,
             port_range=self._settings.port_range,
+            transport=self._settings.transport,
         )
 
     def _environment(self, spec: ProcessSpec, control_fd: int) -> dict[str, str]:

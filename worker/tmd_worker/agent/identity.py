@@ -30,7 +30,7 @@ def cpu_capability(cpuinfo: str, environment: Mapping[str, str]) -> str:
     return " ".join(parts)
 
 
-def own_versions(threads: str) -> dict[str, str]:
+def own_versions(threads: str, transport: str) -> dict[str, str]:
     """The `versions` of AgentHello. `threads` is OMP_NUM_THREADS as the ranks get it, empty if it is not set."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -40,6 +40,7 @@ def own_versions(threads: str) -> dict[str, str]:
         "python": platform.python_version(),
         "cpu_capability": cpu_capability(cpuinfo, os.environ),
         "threads": threads or "unset",
+        "transport": transport,
     }
     for package in ("torch", "numpy"):
         try:

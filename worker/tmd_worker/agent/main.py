@@ -37,6 +37,7 @@ from tmd_worker.agent.settings import (
     resolve_nnodes,
     resolve_node_index,
     resolve_nproc,
+    resolve_transport,
 )
 from tmd_worker.native import library
 
@@ -100,6 +101,8 @@ Examples:
               help="Network interface whose address they listen on, instead of --host. [env: TMD_INTERFACE]")  # fmt: skip
 @click.option("--port-range", envvar="TMD_PORT_RANGE", metavar="FIRST-LAST",
               help="Ports that they listen on, for firewalls. [env: TMD_PORT_RANGE; default: any free port]")  # fmt: skip
+@click.option("--transport", envvar="TMD_TRANSPORT", default="delta", metavar="NAME",
+              help="What carries collectives: delta (tmd's own links) or gloo. [env: TMD_TRANSPORT; default: delta]")  # fmt: skip
 @click.option(
     "--label",
     multiple=True,
@@ -170,6 +173,7 @@ def _directed_settings(options: dict[str, Any]) -> DirectedSettings:
         )
     nproc_per_node = resolve_nproc(options["nproc_per_node"])
     host = resolve_host(*_where(options), daemon)
+    port_range = resolve_port_range(options["port_range"], nproc_per_node)
     return DirectedSettings(
         launch=launch,
         logs=_log_settings(options, job_id),
@@ -178,7 +182,8 @@ def _directed_settings(options: dict[str, Any]) -> DirectedSettings:
         node=options["node"] or socket.gethostname(),
         node_index=resolve_node_index(options["node_index"], os.environ),
         host=host,
-        port_range=resolve_port_range(options["port_range"], nproc_per_node),
+        port_range=port_range,
+        transport=resolve_transport(options["transport"], port_range),
         nnodes=resolve_nnodes(options["nnodes"], options["standby"], os.environ),
         nproc_per_node=nproc_per_node,
         labels=_labels(options["label"]),

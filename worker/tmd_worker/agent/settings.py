@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from tmd.protocol.control import TransportName
+
 _HASH_CHUNK_BYTES = 1 << 20
 
 
@@ -211,6 +213,24 @@ def resolve_node_index(given: int | None, environment: Mapping[str, str]) -> int
     return given
 
 
+def resolve_transport(name: str, port_range: tuple[int, int] | None) -> TransportName:
+    """What carries the collectives. Raises SettingsRefused."""
+    if name == "delta":
+        return "delta"
+    if name == "gloo":
+        if port_range is not None:
+            raise SettingsRefused(
+                "--transport gloo and --port-range exclude each other: gloo takes whatever port is free; leave one of them out"
+            )
+        return "gloo"
+    if name == "nccl":
+        raise SettingsRefused(
+            "--transport nccl: sessions keep their state on the CPU so far, so there is nothing that NCCL could carry; "
+            "bench/gpu/inner_groups.py tries its groups on GPUs"
+        )
+    raise SettingsRefused(f"--transport {name!r} is not known; say delta (tmd's own links) or gloo")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DaemonAddress:
     """Where the daemon listens: `unix:/path` or `http://host:port`."""
@@ -279,6 +299,7 @@ class DirectedSettings:
     host: str
     #: First and last port that its ranks may listen on; None: any.
     port_range: tuple[int, int] | None
+    transport: TransportName
     nnodes: int
     nproc_per_node: int
     labels: Mapping[str, str]

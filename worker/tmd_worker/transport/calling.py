@@ -14,8 +14,10 @@ from torch._C._distributed_c10d import Work
 
 from tmd_worker.transport.calls import Call, Counted
 from tmd_worker.transport.collectives import LinkTable
+from tmd_worker.transport.delta import DeltaCollectives
 from tmd_worker.transport.fabric import Fabric
 from tmd_worker.transport.group import Group
+from tmd_worker.transport.inner import Collectives
 from tmd_worker.transport.tensors import check
 from tmd_worker.transport.work import Batch, Operation, TmdWork
 
@@ -28,7 +30,7 @@ class CallingGroup(dist.ProcessGroup):
     def __init__(self, owner: Fabric, rank: int, ranks: tuple[int, ...], timeout_s: float) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self._fabric = owner
-        self._group = Group("", ranks, timeout_s)
+        self._group = Group("", ranks, timeout_s, carried=owner.transport != "delta")
         self._group.rank = rank
         #: The works since _start_coalescing.
         self._batch: list[TmdWork] | None = None
@@ -38,7 +40,7 @@ class CallingGroup(dist.ProcessGroup):
         name: str,
         result: Any,
         outputs: Sequence[Tensor],
-        run: Callable[[LinkTable], None],
+        run: Callable[[Collectives], None],
         local: Callable[[], None],
         read: Sequence[Tensor] = (),
     ) -> Work:
@@ -47,9 +49,15 @@ class CallingGroup(dist.ProcessGroup):
         owner, group = self._fabric, self._group
 
         def dispatch(operation: Operation, table: LinkTable) -> None:
-            group.submit(owner, operation, table, run)
+            group.submit(owner, operation, table, lambda table: run(self._carrier(table)))
 
         return self._begin(Call(name, group, result, outputs, dispatch, local))
+
+    def _carrier(self, table: LinkTable) -> Collectives:
+        """What carries this group's collectives while this table is live."""
+        if table.inner is not None:
+            return table.inner
+        return DeltaCollectives(table, lambda: self._fabric.pairs.of(self._group, table.epoch).direct(table))
 
     def _pairwise(
         self,

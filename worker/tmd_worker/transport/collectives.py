@@ -17,6 +17,7 @@ from torch import Tensor
 from tmd_worker.core.ballot import tree_children, tree_parent
 from tmd_worker.transport import native
 from tmd_worker.transport.exchange import exchange
+from tmd_worker.transport.inner import InnerGroup
 from tmd_worker.transport.link import Link
 from tmd_worker.transport.tensors import (
     SMALL_BYTES,
@@ -44,6 +45,8 @@ class LinkTable:
     rank: int
     size: int
     links: dict[int, Link]
+    #: Carries the collectives instead of the links.
+    inner: InnerGroup | None = None
 
     def hold(self) -> None:
         for link in self.links.values():

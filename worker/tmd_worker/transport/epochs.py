@@ -1,4 +1,4 @@
-"""The links of one epoch: all groups', opened together, swapped together, closed together."""
+"""The links and inner groups of one epoch: opened together, swapped together, ended together."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ from collections.abc import Iterator
 
 from tmd.protocol.membership import Membership
 from tmd_worker.transport.group import Group
+from tmd_worker.transport.inner import InnerGroup
 from tmd_worker.transport.link import Link
 from tmd_worker.transport.opening import Attempt, LinkRequest, Opener
+from tmd_worker.transport.preparing import Preparer
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Remains:
+    """What is to be ended."""
+
+    epoch: int
+    links: list[Link]
+    inners: list[InnerGroup]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -22,6 +33,8 @@ class LinkSet:
     #: Only links to these ranks are part of it (None: to all).
     only: frozenset[int] | None = None
     links: dict[str, dict[int, Link]] = dataclasses.field(default_factory=dict)
+    #: Group name -> what carries its collectives, where links do not.
+    inners: dict[str, InnerGroup] = dataclasses.field(default_factory=dict)
 
     @property
     def epoch(self) -> int:
@@ -30,6 +43,22 @@ class LinkSet:
     def all_links(self) -> Iterator[Link]:
         for links in self.links.values():
             yield from links.values()
+
+    def remains(self) -> Remains:
+        return Remains(self.epoch, list(self.all_links()), list(self.inners.values()))
+
+    def remains_of(self, group: Group) -> Remains:
+        inner = self.inners.get(group.name)
+        return Remains(self.epoch, list(self.links[group.name].values()), [inner] if inner is not None else [])
+
+    def prepare_for(self, groups: list[Group], preparer: Preparer, attempt: Attempt) -> None:
+        """Makes the inner groups that these groups need and adds them. Raises LinkError or Cancelled.
+
+        In the order in which the groups were made, which is the same on all members: so nobody waits in a circle.
+        """
+        for group in groups:
+            if group.carried and (self.only is None or self.only & set(group.ranks)):
+                self.inners[group.name] = preparer.prepare(group, self.membership, self.rank, attempt)
 
     def open_for(self, groups: list[Group], opener: Opener, attempt: Attempt) -> int:
         """Opens what these groups need and adds it; returns how many links. Raises LinkError or Cancelled."""
@@ -65,14 +94,15 @@ class LinkSet:
             if peer in stays
         )
 
-    def succeed(self, successor: LinkSet, leavers: frozenset[int]) -> tuple[LinkSet, list[Link]]:
-        """This set after the flip: links to leavers replaced by the successor's, the others kept. Also returns the replaced."""
-        replaced = []
+    def succeed(self, successor: LinkSet, leavers: frozenset[int]) -> tuple[LinkSet, Remains]:
+        """This set after the flip: links to leavers and inner groups with leavers replaced by the successor's, the others kept.
+        Also returns the replaced."""
+        replaced: list[Link] = []
         links = {}
         for name, old in self.links.items():
             replaced += [link for peer, link in old.items() if peer in leavers]
             links[name] = {peer: link for peer, link in old.items() if peer not in leavers} | successor.links.get(name, {})
-        after = LinkSet(successor.membership, self.rank, links=links)
+        after = LinkSet(successor.membership, self.rank, links=links, inners=self.inners | successor.inners)
         for link in after.all_links():
             link.epoch = after.epoch
-        return after, replaced
+        return after, Remains(self.epoch, replaced, [self.inners[name] for name in successor.inners if name in self.inners])

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from tmd.protocol.control import TransportName
 from tmd.protocol.membership import Member, Membership, Plan
 from tmd_worker import faults, guard
 from tmd_worker.core.ballot import Ballot
@@ -21,13 +22,15 @@ from tmd_worker.transport import process, topology
 from tmd_worker.transport.buddy import BuddyChannel
 from tmd_worker.transport.calls import Calls
 from tmd_worker.transport.dialing import Cancelled, LinkError
-from tmd_worker.transport.epochs import LinkSet
+from tmd_worker.transport.ending import Ending
+from tmd_worker.transport.epochs import LinkSet, Remains
 from tmd_worker.transport.events import FabricEvents
 from tmd_worker.transport.group import Group
 from tmd_worker.transport.link import Link, LinkInfo
 from tmd_worker.transport.opening import Attempt, Attempts
 from tmd_worker.transport.pairs import PairBook
 from tmd_worker.transport.ports import Handler, Ports
+from tmd_worker.transport.preparing import Preparer
 from tmd_worker.transport.recording import BuildRecording
 from tmd_worker.transport.tables import Tables
 from tmd_worker.transport.vote import run_vote
@@ -54,6 +57,7 @@ class Fabric:
         incarnation: str,
         events: FabricEvents,
         port_range: tuple[int, int] | None = None,
+        transport: TransportName = "delta",
     ) -> None:
         """Listens at once and becomes the process's fabric (`current()`)."""
         library.core()  # now, for it may have to be compiled, and not in the middle of a step
@@ -69,8 +73,8 @@ class Fabric:
         self._opened: dict[int, LinkSet] = {}
         self._staged: dict[int, LinkSet] = {}
         self._attempts = Attempts()
-        #: Leavers' links after a switch.
-        self._replaced: list[Link] = []
+        #: What the last switches left unused.
+        self._replaced: list[Remains] = []
         self._incarnation = incarnation
         self._rank = -1
         self.calls = Calls(events)
@@ -82,6 +86,10 @@ class Fabric:
         )
         self.host: str = self._ports.listener.host
         self.port: int = self._ports.listener.port
+        #: What carries the collectives of the script's groups. The vote and the records of buddies always use links.
+        self.transport = transport
+        self._preparer = Preparer(transport, self.host, self._ports.opener, self.spawn)
+        self._ending = Ending(self._watcher, self.buddy, self.spawn)
         self.spawn("watcher", self._watcher.run)
         faults.close_link = self._break_a_link
         process.adopt(self)
@@ -143,8 +151,9 @@ class Fabric:
                             shelf[key] = links
                             break
                     count += links.open_for(missing, self._ports.opener, attempt)
+                    links.prepare_for(missing, self._preparer, attempt)
             except BaseException:
-                self._shut(links.all_links(), drain=False)
+                self._ending.end(links.remains())
                 raise
         self.buddy.adopt(links.epoch, links.links.get(BUDDY_GROUP, {}))
         return count
@@ -165,6 +174,7 @@ class Fabric:
             try:
                 with self._attempting(attempt):
                     links.open_for([group], self._ports.opener, attempt)
+                    links.prepare_for([group], self._preparer, attempt)
             except LinkError as error:
                 self.opening_failed(links.epoch, error)
                 if self.is_closed(links.epoch):
@@ -174,9 +184,9 @@ class Fabric:
             with self._lock:
                 closed = self.is_closed(links.epoch)
                 if links is self._live:
-                    group.table = group.table_of(links.epoch, opened)
+                    group.table = group.table_of(links.epoch, opened, links.inners.get(group.name))
             if closed:
-                self._shut(opened.values(), drain=False)
+                self._ending.end(links.remains_of(group))
                 raise StepDiscarded(f"a link broke while group {group.name} was being made")
             for link in opened.values():
                 self._watcher.add(link)
@@ -205,10 +215,10 @@ class Fabric:
                 return 0
             del self._staged[plan.plan_id]
             after, replaced = before.succeed(staged, leavers)
-            replaced += self.pairs.switch(epoch, leavers)
+            replaced.links += self.pairs.switch(epoch, leavers)
             self._ports.inbox.flip(before.epoch, epoch)
-            self._replaced += replaced
-            for link in replaced:
+            self._replaced.append(replaced)
+            for link in replaced.links:
                 link.ignored = True
                 self._watcher.remove(link)
             return self._go_live(after)
@@ -223,16 +233,19 @@ class Fabric:
             self._watcher.add(link)
         for group in self._groups.values():
             if group.name in links.links:
-                group.table = group.table_of(links.epoch, links.links[group.name])
+                group.table = group.table_of(links.epoch, links.links[group.name], links.inners.get(group.name))
         self.buddy.activate(links.epoch, links.links.get(BUDDY_GROUP, {}))
         return reopened
 
     def retire(self, epoch: int) -> None:
-        """Closes the leavers' links that the switch to `epoch` left unused."""
+        """Ends the leavers' links and the inner groups that the switch to `epoch` left unused."""
+        self._ending.end(*self._take_replaced(epoch - 1))
+
+    def _take_replaced(self, up_to_epoch: int) -> list[Remains]:
         with self._lock:
-            replaced = [link for link in self._replaced if link.epoch < epoch]
-            self._replaced = [link for link in self._replaced if link.epoch >= epoch]
-        self._shut(replaced, drain=False)
+            taken = [remains for remains in self._replaced if remains.epoch <= up_to_epoch]
+            self._replaced = [remains for remains in self._replaced if remains.epoch > up_to_epoch]
+        return taken
 
     def drop_staged(self, plan_id: int) -> None:
         """Closes what was staged for this plan, also what is being staged."""
@@ -242,7 +255,7 @@ class Fabric:
         self._ports.inbox.wake()
         if staged is not None:
             self.buddy.forget(staged.epoch)
-            self._shut(staged.all_links(), drain=False)
+            self._ending.end(staged.remains())
             for member in staged.membership.members.values():
                 self._ports.inbox.drop(staged.epoch, member.incarnation)
 
@@ -252,34 +265,20 @@ class Fabric:
         if not self._tables.close(epoch):
             return
         with self._lock:
-            doomed = [link for link in self._replaced if link.epoch <= epoch]
-            self._replaced = [link for link in self._replaced if link.epoch > epoch]
+            doomed = self._take_replaced(epoch)
             if self._live is not None and self._live.epoch <= epoch:
-                doomed += self._live.all_links()
+                doomed.append(self._live.remains())
                 self._live = None
                 for group in self._groups.values():
                     group.table = None
             for shelf in (self._opened, self._staged):
                 for key in [key for key, links in shelf.items() if links.epoch <= epoch]:
-                    doomed += shelf.pop(key).all_links()
+                    doomed.append(shelf.pop(key).remains())
         self._attempts.cancel_epochs(epoch, reason)
         self._ports.inbox.close(epoch)
-        doomed += self.pairs.close(epoch)
+        doomed.append(Remains(epoch, self.pairs.close(epoch), []))
         self.buddy.close(epoch)
-        self._shut(doomed, drain=True)
-
-    def _shut(self, links: Iterable[Link], *, drain: bool) -> None:
-        """`drain`: what a ward sent is still read to its end."""
-        links = list(links)
-        drained = {link for link in links if drain and self.buddy.is_read(link)}
-        for link in links:
-            self._watcher.remove(link)
-            if link not in drained:
-                link.interrupt()
-        for link in links:
-            link.say_stop()
-        for link in links:  # only now: who sees the end of one link finds the STOP on another, if it did not fit on this one
-            link.shut(keep_reading=link in drained)
+        self._ending.end(*doomed, drain=True)
 
     # ---------------------------------------------------------------- for the session
 
@@ -378,6 +377,11 @@ class Fabric:
         orderly = orderly or self._said_stop(link.peer)
         self._events.link_broken(link.epoch, link.peer, orderly=orderly, reason=reason)
 
+    def inner_broken(self, epoch: int, reason: str) -> None:
+        """Nobody is blamed: who died is known by the links."""
+        if not self.is_closed(epoch):
+            self._events.link_broken(epoch, self._rank, orderly=True, reason=reason)
+
     def _said_stop(self, peer: int) -> bool:
         """On whichever of its links: the one that broke may have been too full to take a STOP."""
         with self._lock:
@@ -437,5 +441,9 @@ class Fabric:
         for links in [*shelves, *([self._live] if self._live is not None else [])]:
             for link in links.all_links():
                 link.close_copy()
-        for link in [*self._replaced, *(link for links in self.pairs.links().values() for link in links.values())]:
-            link.close_copy()
+        for remains in self._replaced:
+            for link in remains.links:
+                link.close_copy()
+        for peers in self.pairs.links().values():
+            for link in peers.values():
+                link.close_copy()

@@ -12,6 +12,7 @@ import torch
 
 from tmd_worker.transport.collectives import LinkTable
 from tmd_worker.transport.dialing import LinkError
+from tmd_worker.transport.inner import InnerBroken, InnerGroup
 from tmd_worker.transport.link import Link, LinkEnded
 from tmd_worker.transport.recording import BuildRecording
 from tmd_worker.transport.topology import collective_neighbours
@@ -30,6 +31,9 @@ class Guard(Protocol):
 
     def link_ended(self, link: Link, reason: str, *, orderly: bool) -> None:
         """Tells the runtime, unless this process closed the link itself."""
+
+    def inner_broken(self, epoch: int, reason: str) -> None:
+        """Tells the runtime that an inner group cannot go on, unless the epoch is over."""
 
     def spawn(self, name: str, body: Callable[[], None]) -> None:
         """A thread whose exceptions end the process."""
@@ -50,6 +54,9 @@ def execute(guard: Guard, operation: Operation, epoch: int, action: Callable[[],
     except LinkEnded as ended:
         guard.link_ended(ended.link, str(ended), orderly=ended.orderly)
         reason = str(ended)
+    except InnerBroken as error:
+        guard.inner_broken(epoch, str(error))
+        reason = str(error)
     except LinkError as error:
         reason = str(error)
     except Refused as error:
@@ -73,11 +80,15 @@ class Group:
         ranks: tuple[int, ...],
         timeout_s: float,
         neighbours: Callable[[int, int], set[int]] = collective_neighbours,
+        *,
+        carried: bool = False,
     ) -> None:
         self.name = name
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.size = len(ranks)
+        #: Its collectives are carried by an inner group, not by links of its own.
+        self.carried = carried and self.size > 1
         #: This process's place in the group.
         self.rank = 0
         #: The live links, or None: replaced as a whole, so an operation that has begun keeps its own.
@@ -101,12 +112,14 @@ class Group:
 
     def neighbours(self) -> set[int]:
         """Global ranks that this process needs a link to."""
+        if self.carried:
+            return set()
         return {self.ranks[place] for place in self._neighbours(self.rank, self.size)} - {self.ranks[self.rank]}
 
-    def table_of(self, epoch: int, links: dict[int, Link]) -> LinkTable:
+    def table_of(self, epoch: int, links: dict[int, Link], inner: InnerGroup | None = None) -> LinkTable:
         """From links by global rank."""
         places = {rank: place for place, rank in enumerate(self.ranks)}
-        return LinkTable(epoch, self.rank, self.size, {places[peer]: link for peer, link in links.items()})
+        return LinkTable(epoch, self.rank, self.size, {places[peer]: link for peer, link in links.items()}, inner)
 
     def next_index(self) -> int:
         """Counts the collectives that were called on this group, whatever became of them."""

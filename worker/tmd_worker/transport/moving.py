@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from tmd_worker.transport import collectives, rooted, sandbox
+from tmd_worker.transport import sandbox
 from tmd_worker.transport.calling import CallingGroup, each, listed, nested, one_each, root_of
-from tmd_worker.transport.collectives import LinkTable
-from tmd_worker.transport.tensors import byte_view, flat, put_back, size_bytes
+from tmd_worker.transport.inner import Collectives
+from tmd_worker.transport.tensors import flat, put_back, size_bytes
 
 
 class MovingGroup(CallingGroup):
@@ -25,12 +25,12 @@ class MovingGroup(CallingGroup):
             "broadcast",
             tensors,
             tensors,
-            lambda table: each(lambda tensor: rooted.broadcast(table, tensor, root), tensors),
+            lambda carrier: each(lambda tensor: carrier.broadcast(tensor, root), tensors),
             lambda: each(sandbox.none_pickled, tensors if unknown else []),
         )
 
     def barrier(self, *_: Any, **__: Any) -> Work:
-        return self._collective("barrier", [], [], collectives.barrier, lambda: None)
+        return self._collective("barrier", [], [], lambda carrier: carrier.barrier(), lambda: None)
 
     # ---------------------------------------------------------------- all-gather
 
@@ -51,7 +51,7 @@ class MovingGroup(CallingGroup):
             name,
             outputs,
             [tensor for tensors in outputs for tensor in tensors],
-            lambda table: each(lambda pair: collectives.allgather(table, *pair), pairs),
+            lambda carrier: each(lambda pair: carrier.allgather(*pair), pairs),
             lambda: each(lambda pair: sandbox.gathered(*pair), pairs),
             read=inputs,
         )
@@ -76,10 +76,10 @@ class MovingGroup(CallingGroup):
                     f"{size * own.numel()}, got {output.numel()} of {output.dtype}"
                 )
 
-        def run(table: LinkTable) -> None:
+        def run(carrier: Collectives) -> None:
             for output, own in pairs:
                 whole = flat(output)
-                collectives.allgather(table, list(whole.view(size, own.numel()).unbind(0)), own)
+                carrier.allgather(list(whole.view(size, own.numel()).unbind(0)), own)
                 put_back(whole, output)
 
         return self._collective(
@@ -100,7 +100,7 @@ class MovingGroup(CallingGroup):
             "gather",
             outputs,
             targets or [],
-            lambda table: rooted.gather(table, targets, own, root),
+            lambda carrier: carrier.gather(targets, own, root),
             lambda: sandbox.gathered(targets or [], own),
             read=[own],
         )
@@ -124,7 +124,7 @@ class MovingGroup(CallingGroup):
                 sandbox.received(output)
 
         return self._collective(
-            "scatter", [output], [output], lambda table: rooted.scatter(table, output, parts, root), local, read=parts or ()
+            "scatter", [output], [output], lambda carrier: carrier.scatter(output, parts, root), local, read=parts or ()
         )
 
     # ---------------------------------------------------------------- all-to-all
@@ -137,13 +137,14 @@ class MovingGroup(CallingGroup):
             one_each(tensors, size, "alltoall")
         _same_bytes("alltoall", inputs[rank], outputs[rank])
 
-        def run(table: LinkTable) -> None:
-            targets = [flat(output) for output in outputs]
-            self._alltoall(table, [byte_view(flat(tensor)) for tensor in inputs], [byte_view(target) for target in targets])
-            for target, output in zip(targets, outputs, strict=True):
-                put_back(target, output)
-
-        return self._collective("alltoall", outputs, outputs, run, lambda: sandbox.exchanged(outputs, inputs, rank), read=inputs)
+        return self._collective(
+            "alltoall",
+            outputs,
+            outputs,
+            lambda carrier: carrier.alltoall(outputs, inputs),
+            lambda: sandbox.exchanged(outputs, inputs, rank),
+            read=inputs,
+        )
 
     def all_to_all_single(
         self, output: Tensor, whole: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], *_: Any
@@ -158,10 +159,9 @@ class MovingGroup(CallingGroup):
                 f"{counts_out[rank]} of {output.dtype}"
             )
 
-        def run(table: LinkTable) -> None:
+        def run(carrier: Collectives) -> None:
             target = flat(output)
-            outgoing = [byte_view(part) for part in flat(whole).split_with_sizes(counts_in)]
-            self._alltoall(table, outgoing, [byte_view(part) for part in target.split_with_sizes(counts_out)])
+            carrier.alltoall(target.split_with_sizes(counts_out), flat(whole).split_with_sizes(counts_in))
             put_back(target, output)
 
         def local() -> None:
@@ -172,16 +172,6 @@ class MovingGroup(CallingGroup):
         return self._collective("all_to_all_single", output, [output], run, local, read=[whole])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
-
-    def _alltoall(self, table: LinkTable, outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
-        links = self._fabric.pairs.of(self._group, table.epoch).direct(table)
-        for link in links.values():
-            link.hold()
-        try:
-            collectives.alltoall(table, links, outgoing, incoming)
-        finally:
-            for link in links.values():
-                link.release()
 
 
 def _part_sizes(whole: Tensor, splits: Sequence[int], members: int, which: str) -> list[int]:

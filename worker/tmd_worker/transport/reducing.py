@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from tmd_worker.transport import collectives, rooted, sandbox
+from tmd_worker.transport import sandbox
 from tmd_worker.transport.calling import CallingGroup, each, listed, nested, one_each, operator, root_of
-from tmd_worker.transport.collectives import LinkTable
+from tmd_worker.transport.inner import Collectives
 from tmd_worker.transport.tensors import reduction
 
 
@@ -31,7 +30,7 @@ class ReducingGroup(CallingGroup):
             name,
             tensors,
             tensors,
-            lambda table: each(lambda tensor: collectives.allreduce(table, tensor, kind), tensors),
+            lambda carrier: each(lambda tensor: carrier.allreduce(tensor, kind), tensors),
             lambda: each(lambda tensor: sandbox.reduced(tensor, kind, size), tensors),
         )
 
@@ -43,12 +42,8 @@ class ReducingGroup(CallingGroup):
         kind = reduction(operator(args, named), tensors)
         is_root = root == self._group.rank
 
-        def run(table: LinkTable) -> None:
-            for tensor in tensors:
-                total = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-                rooted.reduce(table, total, kind, root)
-                if is_root:
-                    tensor.detach().copy_(total.view(tensor.shape))
+        def run(carrier: Collectives) -> None:
+            each(lambda tensor: carrier.reduce(tensor, kind, root), tensors)
 
         def local() -> None:
             each(lambda tensor: sandbox.reduced(tensor, kind, size), tensors if is_root else [])
@@ -88,10 +83,9 @@ class ReducingGroup(CallingGroup):
                     f"its output {output.numel()} of {output.dtype}"
                 )
 
-        def run(table: LinkTable) -> None:
+        def run(carrier: Collectives) -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                copies = [part.detach().clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
-                collectives.reduce_scatter(table, output, copies, kind)
+                carrier.reduce_scatter(output, parts, kind)
 
         def local() -> None:
             for output, parts in zip(outputs, inputs, strict=True):

@@ -1,0 +1,63 @@
+"""Collectives on tmd's own links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tmd_worker.transport import collectives, rooted
+from tmd_worker.transport.collectives import LinkTable
+from tmd_worker.transport.link import Link
+from tmd_worker.transport.tensors import Reduction, byte_view, flat, put_back
+
+
+class DeltaCollectives:
+    """`direct` opens a link to every other member, by group rank, if that has not been done."""
+
+    def __init__(self, table: LinkTable, direct: Callable[[], Mapping[int, Link]]) -> None:
+        self._table = table
+        self._direct = direct
+
+    def barrier(self) -> None:
+        collectives.barrier(self._table)
+
+    def allreduce(self, tensor: Tensor, kind: Reduction) -> None:
+        collectives.allreduce(self._table, tensor, kind)
+
+    def reduce(self, tensor: Tensor, kind: Reduction, root: int) -> None:
+        total = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        rooted.reduce(self._table, total, kind, root)
+        if root == self._table.rank:
+            tensor.detach().copy_(total.view(tensor.shape))
+
+    def reduce_scatter(self, output: Tensor, blocks: Sequence[Tensor], kind: Reduction) -> None:
+        copies = [block.detach().clone(memory_format=torch.contiguous_format).view(-1) for block in blocks]
+        collectives.reduce_scatter(self._table, output, copies, kind)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        rooted.broadcast(self._table, tensor, root)
+
+    def allgather(self, outputs: Sequence[Tensor], own: Tensor) -> None:
+        collectives.allgather(self._table, outputs, own)
+
+    def gather(self, blocks: Sequence[Tensor] | None, own: Tensor, root: int) -> None:
+        rooted.gather(self._table, blocks, own, root)
+
+    def scatter(self, output: Tensor, blocks: Sequence[Tensor] | None, root: int) -> None:
+        rooted.scatter(self._table, output, blocks, root)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        outgoing = [byte_view(flat(part)) for part in inputs]
+        targets = [flat(output) for output in outputs]
+        links = self._direct()
+        for link in links.values():
+            link.hold()
+        try:
+            collectives.alltoall(self._table, links, outgoing, [byte_view(target) for target in targets])
+        finally:
+            for link in links.values():
+                link.release()
+        for target, output in zip(targets, outputs, strict=True):
+            put_back(target, output)

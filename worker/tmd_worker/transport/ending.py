@@ -1,0 +1,45 @@
+"""The end of links and inner groups that are not needed any more, or must not be used any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tmd_worker.transport.buddy import BuddyChannel
+from tmd_worker.transport.epochs import Remains
+from tmd_worker.transport.inner import InnerGroup
+from tmd_worker.transport.watcher import Watcher
+
+
+class Ending:
+    """For one process."""
+
+    def __init__(self, watcher: Watcher, buddy: BuddyChannel, spawn: Callable[[str, Callable[[], None]], None]) -> None:
+        self._watcher = watcher
+        self._buddy = buddy
+        self._spawn = spawn
+
+    def end(self, *remains: Remains, drain: bool = False) -> None:
+        """Says STOP on all links and closes them; aborts all inner groups as a set and gives them back in the background.
+
+        `drain`: what a ward sent is still read to its end.
+        """
+        links = [link for each in remains for link in each.links]
+        inners = [inner for each in remains for inner in each.inners]
+        drained = {link for link in links if drain and self._buddy.is_read(link)}
+        for link in links:
+            self._watcher.remove(link)
+            if link not in drained:
+                link.interrupt()
+        for link in links:
+            link.say_stop()
+        for link in links:  # only now: who sees the end of one link finds the STOP on another, if it did not fit on this one
+            link.shut(keep_reading=link in drained)
+        if inners:
+            for inner in inners:
+                inner.abort()
+            self._spawn("release", lambda: _release(inners))
+
+
+def _release(inners: list[InnerGroup]) -> None:
+    for inner in inners:
+        inner.release()
