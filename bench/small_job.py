@@ -38,14 +38,14 @@ def main(session: Session) -> None:
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.08)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session.track(model=wrapped, optimizer=optimizer, data=Batches())
-    log = (args.out / f"commits-{os.getpid()}.jsonl").open("a", buffering=1)
     for step in session.steps(args.steps):
         with step:
             optimizer.zero_grad()
             wrapped(step.batch).pow(2).mean().backward()
             optimizer.step()
         if step.committed:
-            log.write(json.dumps([step.index, session.rank, time.time()]) + "\n")
+            with (args.out / f"commits-{os.getpid()}.jsonl").open("a") as log:  # not before: a standby must not write
+                log.write(json.dumps([step.index, session.rank, time.time()]) + "\n")
     del ballast
 
 

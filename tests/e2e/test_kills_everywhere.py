@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.cluster import WORLD_SIZE, Cluster, Job
 from tests.e2e.losses_rig import LongJob
 
-KILLS = int(os.environ.get("TMD_KILLS", "40"))
+KILLS = int(os.environ.get("TMD_KILLS", "20"))
 SEED = int(os.environ.get("TMD_SEED", "1"))
 STANDBYS = 4
 #: A pair of victims falls within this time: the second one during the first one's recovery, or before it is noticed.

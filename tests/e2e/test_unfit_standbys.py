@@ -65,6 +65,11 @@ def test_a_script_with_another_content(job: Job, script: Path, standby: Callable
     assert "the file differs between the nodes" in said
 
 
+def test_another_transport(job: Job, standby: Callable[..., HandAgent]) -> None:
+    agent = standby("hand0", TMD_TRANSPORT="gloo")
+    assert "transport is gloo there and delta" in refusal(job, agent, "hand0")
+
+
 def test_another_torch(job: Job, standby: Callable[..., HandAgent], tmp_path: Path) -> None:
     metadata = tmp_path / "torch-1.0.0.dist-info" / "METADATA"
     metadata.parent.mkdir()

@@ -16,6 +16,8 @@ from tmd.protocol.membership import Member, Membership, Plan
 from tmd_worker.transport.fabric import Fabric
 from tmd_worker.transport.shell import TmdProcessGroup
 
+LEFT_BEHIND_S = 10.0
+
 
 @dataclasses.dataclass
 class Node:
@@ -85,7 +87,8 @@ def mesh(size: int, *, live: bool = True, host: str = "127.0.0.1", transport: Tr
     finally:
         for node in made.nodes:
             node.fabric.close_all()
-    assert descriptors() == before
+    # What an earlier test, or a thread of this one, is still giving back may go; nothing may come.
+    wait_until(lambda: descriptors().items() <= before.items(), LEFT_BEHIND_S)
 
 
 def descriptors() -> dict[str, str]:

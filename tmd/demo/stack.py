@@ -24,6 +24,10 @@ class StackError(RuntimeError):
     """The daemon did not start, stop or answer; the text has the end of its log."""
 
 
+#: The nodes are spread over so many, or one each.
+RACKS = 3
+
+
 class Stack:
     """Use as a context manager. `client` speaks to the daemon. Variables TMD_* of the caller, which may be meant for another
     daemon, do not reach this one nor its agents."""
@@ -46,7 +50,7 @@ class Stack:
     def __enter__(self) -> Stack:
         self.folder.mkdir(parents=True, exist_ok=True)
         core = [f"{key} = {json.dumps(value)}" for key, value in self._core.items()]
-        lines = ["[local]", f"nodes = {self._nodes}", "[core]", *core]
+        lines = ["[local]", f"nodes = {self._nodes}", f"racks = {min(self._nodes, RACKS)}", "[core]", *core]
         self._config.write_text("\n".join(lines) + "\n")
         try:
             self.start()
