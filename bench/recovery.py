@@ -25,7 +25,7 @@ from rich.table import Table
 
 from tmd.core.records import PHASES
 from tmd.demo.outputs import FolderRefused, take
-from tmd.demo.stack import Stack
+from tmd.demo.stack import Stack, end_as_on_ctrl_c
 
 NODES, STANDBYS = 4, 2
 TIMEOUT_S = 120.0
@@ -38,6 +38,7 @@ TIMEOUT_S = 120.0
 @click.option("--seed", type=int, default=1, show_default=True)
 def main(out: Path, kills: int, resident_mib: int, seed: int) -> None:
     """Kills ranks of a running job and times how long until it commits again."""
+    end_as_on_ctrl_c()
     try:
         take(out)
     except (FolderRefused, OSError) as error:

@@ -14,21 +14,19 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
 
+from bench.running import run_plain, run_under_tmd
 from tmd.demo.outputs import FolderRefused, take
-from tmd.demo.stack import Stack
+from tmd.demo.stack import Stack, end_as_on_ctrl_c
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "gpt" / "train.py"
 #: The first steps of a run pay for allocations, bucket rebuilding and files.
 SKIPPED_STEPS = 5
-TIMEOUT_S = 600.0
 
 
 @click.command()
@@ -38,6 +36,7 @@ TIMEOUT_S = 600.0
 @click.option("--steps", type=click.IntRange(min=SKIPPED_STEPS + 2), default=40, show_default=True)
 def main(out: Path, rounds: int, ranks: int, steps: int) -> None:
     """Times the example's steps under tmd and under plain gloo DDP."""
+    end_as_on_ctrl_c()
     try:
         take(out)
     except (FolderRefused, OSError) as error:
@@ -48,9 +47,9 @@ def main(out: Path, rounds: int, ranks: int, steps: int) -> None:
             for who in ("tmd", "gloo") if number % 2 == 0 else ("gloo", "tmd"):
                 folder = (out / f"{who}{number}").resolve()
                 if who == "tmd":
-                    _under_tmd(stack, ranks, steps, folder)
+                    run_under_tmd(stack, ranks, _arguments(steps, folder), folder)
                 else:
-                    _plain(ranks, steps, folder)
+                    run_plain(ranks, _arguments(steps, folder))
                 step_ms[who].append(_median_step_ms(folder, ranks))
                 print(f"round {number + 1}/{rounds}, {who}: {step_ms[who][-1]:.1f} ms a step", file=sys.stderr, flush=True)
     difference = _largest_difference(out / "tmd0", out / "gloo0")
@@ -70,33 +69,6 @@ def main(out: Path, rounds: int, ranks: int, steps: int) -> None:
 
 def _arguments(steps: int, folder: Path) -> list[str]:
     return [str(SCRIPT), "--steps", str(steps), "--out", str(folder)]
-
-
-def _under_tmd(stack: Stack, ranks: int, steps: int, folder: Path) -> None:
-    job_id = stack.submit(nnodes=1, standby=0, nproc_per_node=ranks, command=_arguments(steps, folder), log_dir=f"{folder}-logs")
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        view = stack.job(job_id)
-        if view is not None and view["record"]["state"] == "done":
-            return
-        if view is not None and view["record"]["state"] == "failed":
-            raise click.ClickException(f"{job_id} failed: {view['record']['reason']}")
-        if time.monotonic() > deadline:
-            raise click.ClickException(f"{job_id} has not ended after {TIMEOUT_S:.0f} s")
-        time.sleep(0.5)
-
-
-def _plain(ranks: int, steps: int, folder: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TMD_")} | {"OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "tmd_worker.agent.main", "--standalone", "--nproc-per-node", str(ranks)]
-    subprocess.run(
-        [*launch, *_arguments(steps, folder)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        timeout=TIMEOUT_S,
-        check=True,
-    )
 
 
 def _median_step_ms(folder: Path, ranks: int) -> float:

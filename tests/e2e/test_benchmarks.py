@@ -31,3 +31,9 @@ def test_steady_state(tmp_path: Path) -> None:
     written = run("bench.steady", tmp_path / "steady", "--rounds", "1", "--ranks", "2", "--steps", "8")
     assert written["ratio"] > 0
     assert written["largest_relative_loss_difference"] < 1e-2
+
+
+def test_bookkeeping(tmp_path: Path) -> None:
+    written = run("bench.bookkeeping", tmp_path / "bookkeeping", "--ranks", "2", "--steps", "500")
+    assert written["tmd"]["step_us"] > written["plain"]["step_us"] > 0
+    assert written["tmd"]["cpu_us_per_rank"] > 0

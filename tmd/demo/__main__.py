@@ -15,7 +15,7 @@ from tmd.demo.losses import compare, median_step_s
 from tmd.demo.outputs import FolderRefused, take
 from tmd.demo.report import document, shortcomings, show
 from tmd.demo.run import Disturbance, Run, RunFailed, Shape, run
-from tmd.demo.stack import Stack, StackError
+from tmd.demo.stack import Stack, StackError, end_as_on_ctrl_c
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt" / "train.py"
 
@@ -47,6 +47,7 @@ def main(out: Path, steps: int, nodes: int, standbys: int, soak: int | None, see
       python -m tmd.demo
       python -m tmd.demo --soak 20 --seed 7
     """
+    end_as_on_ctrl_c()
     try:
         take(out)
     except (FolderRefused, OSError) as error:

@@ -28,6 +28,12 @@ class StackError(RuntimeError):
 RACKS = 3
 
 
+def end_as_on_ctrl_c() -> None:
+    """Whoever has a Stack and is told to end (SIGTERM, a terminal that closes) ends its daemon and its nodes, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+
+
 class Stack:
     """Use as a context manager. `client` speaks to the daemon. Variables TMD_* of the caller, which may be meant for another
     daemon, do not reach this one nor its agents."""

@@ -1,0 +1,60 @@
+"""What a step costs beyond the script: small state copied, record sent to the buddy, vote, boundary.
+
+    python -m bench.bookkeeping --ranks 8
+
+All ranks run empty steps under the daemon, on one node, as fast as they can. A figure is the median over all ranks and steps, the
+CPU time the mean of the ranks. With more ranks than cores they wait for one another's turn: that is in the time, not in the CPU
+time. The same script without a daemon, which neither votes nor records, is run beside it. Writes OUT/bookkeeping.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.running import run_plain, run_under_tmd
+from tmd.demo.outputs import FolderRefused, take
+from tmd.demo.stack import Stack, end_as_on_ctrl_c
+
+SCRIPT = Path(__file__).with_name("empty_job.py")
+
+
+@click.command()
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out/bench/bookkeeping"), show_default=True)
+@click.option("--ranks", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--steps", type=click.IntRange(min=500), default=3000, show_default=True)
+def main(out: Path, ranks: int, steps: int) -> None:
+    """Times steps in which the script does nothing."""
+    end_as_on_ctrl_c()
+    try:
+        take(out)
+    except (FolderRefused, OSError) as error:
+        raise click.UsageError(str(error)) from None
+    folders = {who: (out / who).resolve() for who in ("tmd", "plain")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    with Stack(out / "stack", nodes=1) as stack:
+        run_under_tmd(stack, ranks, [str(SCRIPT), "--steps", str(steps), "--out", str(folders["tmd"])], folders["tmd"])
+    run_plain(ranks, [str(SCRIPT), "--steps", str(steps), "--out", str(folders["plain"])])
+    summary = {"ranks": ranks, "cpus": os.cpu_count(), "steps": steps} | {who: _figures(folders[who]) for who in folders}
+    (out / "bookkeeping.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(json.dumps(summary, indent=2))
+
+
+def _figures(folder: Path) -> dict[str, float]:
+    results: list[dict[str, Any]] = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
+    spans = sorted(span for result in results for span in result["spans_us"])
+    return {
+        "step_us": round(statistics.median(spans), 1),
+        "step_us_99th": round(spans[len(spans) * 99 // 100], 1),
+        "cpu_us_per_rank": round(statistics.mean(result["cpu_us"] for result in results), 1),
+    }
+
+
+if __name__ == "__main__":
+    main()
