@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
+import ipaddress
 import os
 import re
 import secrets
@@ -73,9 +74,10 @@ class Admissions:
         #: Jobs whose first hello the core has not seen yet.
         self._new: dict[str, Admission] = {}
 
-    def admit(self, hello: AgentHello, peer_uid: int | None) -> Admission:
-        """`peer_uid` None: not a unix socket. Raises NotAdmitted."""
+    def admit(self, hello: AgentHello, peer_uid: int | None, seen_from: str = "") -> Admission:
+        """`peer_uid` None: not a unix socket, and `seen_from` is where the connection comes from. Raises NotAdmitted."""
         _check_names(hello)
+        _check_way(hello, seen_from)
         uid = peer_uid if peer_uid is not None else self._tokens.owner(hello.job_id, hello.token)
         if uid is None:
             what = "its token is not for this job" if hello.token else "it has no token"
@@ -105,6 +107,27 @@ def _check_names(hello: AgentHello) -> None:
     for what, number, limit in (("nnodes", hello.nnodes, NODES_LIMIT), ("nproc_per_node", hello.nproc_per_node, PROCESSES_LIMIT)):
         if not 1 <= number <= limit:
             raise NotAdmitted(f"{what} is {number}: expected 1 to {limit}")
+
+
+def _check_way(hello: AgentHello, seen_from: str) -> None:
+    """Behind an address translation ranks listen where the others cannot reach them. One whose ranks run is believed."""
+    if not hello.own_end or not seen_from or hello.key_fingerprint:
+        return
+    if _address(hello.own_end) != _address(seen_from):
+        raise NotAdmitted(
+            f"node {hello.node} calls itself {hello.own_end} on its connection to the daemon, which sees it come from "
+            f"{seen_from}: addresses are translated in between (NAT, a container's bridge, a proxy), so other nodes could not "
+            "reach its ranks; give it an address of the job's own network (a container: the host's network)"
+        )
+
+
+def _address(text: str) -> object:
+    """IPv4 inside IPv6 is IPv4; what is no address stands for itself."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return text
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def check_name(what: str, name: str) -> None:

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, WelcomeAgent
 from tmd.daemon.admission import Admissions, NotAdmitted
-from tmd.daemon.identity import peer_uid
+from tmd.daemon.identity import peer_address, peer_uid
 from tmd.daemon.loop import CoreLoop
 from tmd.daemon.store import RendezvousStores
 from tmd.protocol.agent import AgentHello, AgentRefused, AgentStatus, StoreReply, StoreRequest, ToAgent
@@ -137,7 +137,7 @@ class AgentHub:
         socket = web.WebSocketResponse(timeout=CLOSE_TIMEOUT_S, max_msg_size=MAX_MESSAGE_BYTES, compress=False)
         await socket.prepare(request)
         try:
-            connection = await self._admit(self._loop, socket, peer_uid(request))
+            connection = await self._admit(self._loop, socket, peer_uid(request), peer_address(request))
         except (MessageRefused, NotAdmitted) as error:
             log.warning("agent refused: %s", error)
             with contextlib.suppress(OSError):
@@ -148,7 +148,9 @@ class AgentHub:
         await socket.close(code=aiohttp.WSCloseCode.GOING_AWAY if self._stopping else aiohttp.WSCloseCode.OK)
         return socket
 
-    async def _admit(self, loop: CoreLoop, socket: web.WebSocketResponse, uid: int | None) -> AgentConnection | None:
+    async def _admit(
+        self, loop: CoreLoop, socket: web.WebSocketResponse, uid: int | None, seen_from: str
+    ) -> AgentConnection | None:
         """None if the agent left before it had said who it is. Raises MessageRefused, NotAdmitted."""
         try:
             hello = await _receive(socket, HELLO_TIMEOUT_S)
@@ -160,7 +162,7 @@ class AgentHub:
             raise MessageRefused(f"the first message was {type(hello).__name__}, expected AgentHello")
         if reason := check_protocol(hello.protocol):
             raise NotAdmitted(reason)
-        admission = self._admissions.admit(hello, uid)
+        admission = self._admissions.admit(hello, uid, seen_from)
         if self._jobs_of_agents.setdefault(hello.agent_id, hello.job_id) != hello.job_id:
             raise NotAdmitted(f"agent id {hello.agent_id} is in use by another job: start the agent again")
         connection = AgentConnection(hello, admission.uid)

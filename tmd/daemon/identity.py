@@ -26,6 +26,12 @@ def peer_uid(request: web.Request) -> int | None:
     return int(uid)
 
 
+def peer_address(request: web.Request) -> str:
+    """Where a connection over TCP comes from; empty on a unix socket."""
+    peer = request.transport.get_extra_info("peername") if request.transport is not None else None
+    return str(peer[0]) if isinstance(peer, tuple) else ""
+
+
 def operator_uids(names: Iterable[str]) -> frozenset[int]:
     """Root, the daemon's own user and the configured ones. Raises UnknownUser."""
     uids = {0, os.geteuid()}

@@ -43,6 +43,9 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     #: that it has obeyed. A daemon whose ledger has another key, or is older, must leave them alone.
     key_fingerprint: str = ""
     generation: int = 0
+    #: The address of its own end of this connection, empty on a unix socket. Where it is not what the daemon sees, addresses are
+    #: translated in between.
+    own_end: str = ""
 
 
 class AgentWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):

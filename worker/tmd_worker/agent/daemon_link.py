@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 import aiohttp
+import msgspec
 
 from tmd.protocol.agent import AgentDirective, AgentHello, AgentRefused, AgentStatus, AgentWelcome, StoreReply, StoreRequest
 from tmd.protocol.codec import FROM_AGENT, MAX_MESSAGE_BYTES, TO_AGENT, MessageRefused, check_protocol
@@ -169,7 +170,8 @@ class DaemonLink:
                         await socket.close()
 
     async def _speak(self, socket: aiohttp.ClientWebSocketResponse) -> str:
-        await socket.send_bytes(FROM_AGENT.encode(self._owner.hello()))
+        hello = msgspec.structs.replace(self._owner.hello(), own_end=_own_end(socket))
+        await socket.send_bytes(FROM_AGENT.encode(hello))
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             first = await self._receive(socket)
         if first is None:
@@ -275,6 +277,12 @@ class DaemonLink:
             self._lazy = None
         self._status_due = True
         self._wake.set()
+
+
+def _own_end(socket: aiohttp.ClientWebSocketResponse) -> str:
+    """The address that this connection comes from, as this machine knows it; empty on a unix socket."""
+    name = socket.get_extra_info("sockname")
+    return str(name[0]) if isinstance(name, tuple) else ""
 
 
 def _words(error: Exception) -> str:
