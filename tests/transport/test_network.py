@@ -155,7 +155,7 @@ def test_both_ends_of_every_link_ask_whether_the_other_host_lives(monkeypatch: p
     """That the kernel ends a connection then is its own part, and takes the loss of a host; asserted is that it was told to."""
     monkeypatch.setenv(ports.LOCAL_LINKS, "tcp")
     with mesh(2) as made:
-        links = [link for node in made.nodes if node.fabric._live for link in node.fabric._live.all_links()]
+        links = [link for node in made.nodes if node.fabric._standing.live for link in node.fabric._standing.live.all_links()]
         assert len(links) == 2 * len(made.nodes[0].fabric.links())
         for link in links:
             assert link.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

@@ -164,7 +164,7 @@ def test_after_the_vote_a_collective_is_refused_with_the_remedy_unless_it_is_log
 
         def logged(node: Node) -> list[float]:
             tensor = torch.ones(3)
-            with node.fabric.log_only():
+            with node.fabric.calls.log_only():
                 all_reduce(node, tensor).wait()
             return tensor.tolist()
 
@@ -178,7 +178,7 @@ def test_after_the_vote_a_collective_is_refused_with_the_remedy_unless_it_is_log
 def test_a_log_only_collective_that_breaks_on_the_way_yields_nan_and_raises_nothing(transport: TransportName) -> None:
     with mesh(2, transport=transport) as made:
         tensor = torch.ones(3)
-        with made.nodes[0].fabric.log_only():
+        with made.nodes[0].fabric.calls.log_only():
             work = all_reduce(made.nodes[0], tensor)
         made.nodes[1].events.poison(0, "test")
         assert work.ended_within(5)
@@ -371,7 +371,7 @@ def test_admission_is_asked_with_what_the_thread_is_doing() -> None:
         made.nodes[0].events.admit = admit  # type: ignore[method-assign]
         all_reduce(made.nodes[0], torch.ones(1))
         in_backward(lambda: all_reduce(made.nodes[0], torch.ones(1)))
-        with made.nodes[0].fabric.log_only():
+        with made.nodes[0].fabric.calls.log_only():
             all_reduce(made.nodes[0], torch.ones(1))
         assert asked == [(False, False), (True, False), (False, True)]
         assert plan_of(made.table(1), made.table(0), 0).leavers == {0: "inc-0"}

@@ -29,15 +29,15 @@ def build(rank: Rank) -> list[Any]:
 
 def test_a_standby_builds_with_the_values_of_the_live_ranks() -> None:
     def live(rank: Rank) -> Any:
-        rank.fabric.start_recording()
+        rank.fabric.calls.start_recording()
         answers = build(rank)
-        recording = rank.fabric.stop_recording()
+        recording = rank.fabric.calls.stop_recording()
         build(rank)
         return answers, recording.to_bytes(), len(recording)
 
     def standby(rank: Rank) -> Any:
         rank.fabric.sandbox = True
-        rank.fabric.rehearse(BuildRecording.from_bytes(recorded))
+        rank.fabric.calls.rehearsal = BuildRecording.from_bytes(recorded)
         return build(rank)
 
     results = run_ranks(3, live)
@@ -134,13 +134,13 @@ def exchanges(rank: Rank) -> list[Any]:
 
 def test_a_standby_exchanges_what_the_live_ranks_exchanged() -> None:
     def live(rank: Rank) -> Any:
-        rank.fabric.start_recording()
+        rank.fabric.calls.start_recording()
         answers = exchanges(rank)
-        return answers, rank.fabric.stop_recording().to_bytes()
+        return answers, rank.fabric.calls.stop_recording().to_bytes()
 
     def standby(rank: Rank) -> Any:
         rank.fabric.sandbox = True
-        rank.fabric.rehearse(BuildRecording.from_bytes(recorded))
+        rank.fabric.calls.rehearsal = BuildRecording.from_bytes(recorded)
         return exchanges(rank)
 
     answers, recorded = run_ranks(3, live)[2]

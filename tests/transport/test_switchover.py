@@ -123,7 +123,7 @@ def test_the_leavers_links_close_at_retirement_and_not_before(transport: Transpo
         joiner, stayers, plan = staged(made)
         flip(joiner, stayers, plan)
         leaver = made.nodes[LEAVER]
-        assert not any(link.hung_up() for link in leaver.fabric._live.all_links())  # type: ignore[union-attr]
+        assert not any(link.hung_up() for link in leaver.fabric._standing.live.all_links())  # type: ignore[union-attr]
         for node in stayers:
             node.fabric.retire(1)
         leaver.events.wait_poisoned(0)
@@ -196,9 +196,9 @@ def test_poison_of_the_base_epoch_leaves_what_is_staged_to_the_plan(transport: T
         made.nodes[0].events.poison(0, "test")
         for node in made.nodes[:3]:
             node.events.wait_poisoned(0)
-        assert made.nodes[0].fabric._staged
+        assert made.nodes[0].fabric._standing.staged
         made.nodes[0].fabric.close(1, "the plan's epoch too")
-        assert not made.nodes[0].fabric._staged
+        assert not made.nodes[0].fabric._standing.staged
         for node in (joiner, *stayers):
             node.fabric.drop_staged(plan.plan_id)
         made.go_live(made.table(2))

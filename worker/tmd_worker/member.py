@@ -129,7 +129,7 @@ class MemberEngine:
 
     def _publish_build(self) -> None:
         """Standbys may rehearse this build. On a standby: raises StateMismatch if it is another one than was rehearsed."""
-        recording, built = self._fabric.stop_recording(), layout(self._tracked)
+        recording, built = self._fabric.calls.stop_recording(), layout(self._tracked)
         if self._standby and recording.built:
             require_same(recording.built, built)
         recording.built = built
@@ -145,7 +145,7 @@ class MemberEngine:
         self._on_role.append(callback)
 
     def log_only(self) -> AbstractContextManager[None]:
-        return self._fabric.log_only()
+        return self._fabric.calls.log_only()
 
     # ---------------------------------------------------------------- begin
 
@@ -162,11 +162,11 @@ class MemberEngine:
         if self._standby:
             guard.activate(self.rank)
             self._fabric.sandbox = True
-            self._fabric.rehearse(fetch_rehearsal(self._runtime, self._fabric))
+            self._fabric.calls.rehearsal = fetch_rehearsal(self._runtime, self._fabric)
             store = HashStore()
         else:
             self._runtime.await_live()
-            self._fabric.start_recording()
+            self._fabric.calls.start_recording()
             store = AgentStore(
                 lambda request: self._control.request(request, STORE_ATTEMPT_S),
                 welcome.incarnation,

@@ -181,7 +181,7 @@ class CheckEngine:
         pass  # no role is ever taken
 
     def log_only(self) -> AbstractContextManager[None]:
-        return self._fabric.log_only()
+        return self._fabric.calls.log_only()
 
     # ---------------------------------------------------------------- StepDriver
 

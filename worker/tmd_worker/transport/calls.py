@@ -68,8 +68,18 @@ class Calls:
         #: How many receives each group has seen.
         self._receives: dict[str, itertools.count[int]] = collections.defaultdict(itertools.count)
 
+    def start_recording(self) -> None:
+        """From now on the results of small live collectives are kept (the build phase)."""
+        self.recorder = BuildRecording()
+
+    def stop_recording(self) -> BuildRecording:
+        """Ends the recording and returns it; on a standby that of the build which it has rehearsed."""
+        recording, self.recorder = self.recorder, None
+        return next(known for known in (recording, self.rehearsal, BuildRecording()) if known is not None)
+
     @contextlib.contextmanager
     def log_only(self) -> Iterator[None]:
+        """Collectives of this block may follow the vote; when poisoned their floats are NaN."""
         self._log_only += 1
         try:
             yield

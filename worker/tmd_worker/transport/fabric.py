@@ -32,6 +32,7 @@ from tmd_worker.transport.pairs import PairBook
 from tmd_worker.transport.ports import Handler, Ports
 from tmd_worker.transport.preparing import Preparer
 from tmd_worker.transport.recording import BuildRecording
+from tmd_worker.transport.standing import Standing
 from tmd_worker.transport.tables import Tables
 from tmd_worker.transport.vote import run_vote
 from tmd_worker.transport.watcher import Watcher
@@ -66,15 +67,9 @@ class Fabric:
         self._threads: list[threading.Thread] = []
         self._tables = Tables(incarnation)
         self._groups: dict[str, Group] = {}
-        self._live: LinkSet | None = None
-        #: The live links, or those that were live last.
-        self._ran: LinkSet | None = None
-        #: Opened for an epoch ahead, and staged for a plan.
-        self._opened: dict[int, LinkSet] = {}
-        self._staged: dict[int, LinkSet] = {}
+        #: Under the lock.
+        self._standing = Standing()
         self._attempts = Attempts()
-        #: What the last switches left unused.
-        self._replaced: list[Remains] = []
         self._incarnation = incarnation
         self._rank = -1
         self.calls = Calls(events)
@@ -122,7 +117,7 @@ class Fabric:
         Raises LinkError, or Cancelled when close() covered the epoch meanwhile.
         """
         opened = LinkSet(membership, rank)
-        count = self._open(opened, self._opened, membership.epoch, 0, deadline_s)
+        count = self._open(opened, 0, deadline_s)
         for link in opened.all_links():
             self._watcher.add(link)
         return count
@@ -134,10 +129,10 @@ class Fabric:
         """
         joins = plan.successor.members[rank].incarnation == self._incarnation and rank in plan.leavers
         staged = LinkSet(plan.successor, rank, staged=True, only=None if joins else frozenset(plan.leavers))
-        return self._open(staged, self._staged, plan.plan_id, plan.plan_id, deadline_s)
+        return self._open(staged, plan.plan_id, deadline_s)
 
-    def _open(self, links: LinkSet, shelf: dict[int, LinkSet], key: int, plan_id: int, deadline_s: float) -> int:
-        """Opens the links of every group, also of those that are made meanwhile, and puts the set on its shelf."""
+    def _open(self, links: LinkSet, plan_id: int, deadline_s: float) -> int:
+        """Opens the links of every group, also of those that are made meanwhile, and keeps the set."""
         self.expect(links.membership)
         attempt = Attempt(links.epoch, deadline_s)
         count = 0
@@ -148,7 +143,7 @@ class Fabric:
                         missing = [group for group in self._groups.values() if group.name not in links.links]
                         if not missing:
                             attempt.check()
-                            shelf[key] = links
+                            self._standing.put(links, plan_id)
                             break
                     count += links.open_for(missing, self._ports.opener, attempt)
                     links.prepare_for(missing, self._preparer, attempt)
@@ -168,7 +163,7 @@ class Fabric:
             if self._rank >= 0:
                 group.take_role(self._rank)
             self._groups[group.name] = group
-            targets = [links for links in (self._live, *self._opened.values()) if links is not None]
+            targets = self._standing.usable()
         for links in targets:
             attempt = Attempt(links.epoch, LATE_GROUP_S)
             try:
@@ -183,7 +178,7 @@ class Fabric:
             opened = links.links[group.name]
             with self._lock:
                 closed = self.is_closed(links.epoch)
-                if links is self._live:
+                if links is self._standing.live:
                     group.table = group.table_of(links.epoch, opened, links.inners.get(group.name))
             if closed:
                 self._ending.end(links.remains_of(group))
@@ -199,10 +194,7 @@ class Fabric:
         with self._lock:
             if self.is_closed(epoch):
                 return 0
-            links = self._opened.pop(epoch, None)
-            for plan_id, staged in list(self._staged.items()):
-                if links is None and staged.epoch == epoch:
-                    links = self._staged.pop(plan_id)
+            links = self._standing.take(epoch)
             return self._go_live(links) if links is not None else 0
 
     def switch(self, plan: Plan, epoch: int) -> int:
@@ -210,14 +202,14 @@ class Fabric:
         many links between stayers are not the ones of before: none, if the plan names nobody as a leaver who stays."""
         leavers = frozenset(plan.leavers)
         with self._lock:
-            before, staged = self._live, self._staged.get(plan.plan_id)
+            before, staged = self._standing.live, self._standing.staged.get(plan.plan_id)
             if before is None or staged is None or before.epoch != plan.base_epoch:
                 return 0
-            del self._staged[plan.plan_id]
+            del self._standing.staged[plan.plan_id]
             after, replaced = before.succeed(staged, leavers)
             replaced.links += self.pairs.switch(epoch, leavers)
             self._ports.inbox.flip(before.epoch, epoch)
-            self._replaced.append(replaced)
+            self._standing.leave(replaced)
             for link in replaced.links:
                 link.ignored = True
                 self._watcher.remove(link)
@@ -225,8 +217,7 @@ class Fabric:
 
     def _go_live(self, links: LinkSet) -> int:
         """The lock is held. Returns how many links between members that stay were opened anew."""
-        reopened = links.reopened(self._ran) if self._ran is not None else 0
-        self._live = self._ran = links
+        reopened = self._standing.go_live(links)
         self._tables.activate(links.epoch)
         for link in links.all_links():
             link.ignored = False
@@ -239,18 +230,14 @@ class Fabric:
 
     def retire(self, epoch: int) -> None:
         """Ends the leavers' links and the inner groups that the switch to `epoch` left unused."""
-        self._ending.end(*self._take_replaced(epoch - 1))
-
-    def _take_replaced(self, up_to_epoch: int) -> list[Remains]:
         with self._lock:
-            taken = [remains for remains in self._replaced if remains.epoch <= up_to_epoch]
-            self._replaced = [remains for remains in self._replaced if remains.epoch > up_to_epoch]
-        return taken
+            left = self._standing.take_left(epoch - 1)
+        self._ending.end(*left)
 
     def drop_staged(self, plan_id: int) -> None:
         """Closes what was staged for this plan, also what is being staged."""
         with self._lock:
-            staged = self._staged.pop(plan_id, None)
+            staged = self._standing.staged.pop(plan_id, None)
         self._attempts.cancel_plan(plan_id)
         self._ports.inbox.wake()
         if staged is not None:
@@ -265,15 +252,10 @@ class Fabric:
         if not self._tables.close(epoch):
             return
         with self._lock:
-            doomed = self._take_replaced(epoch)
-            if self._live is not None and self._live.epoch <= epoch:
-                doomed.append(self._live.remains())
-                self._live = None
+            doomed = self._standing.take_all(epoch)
+            if self._standing.live is None:
                 for group in self._groups.values():
                     group.table = None
-            for shelf in (self._opened, self._staged):
-                for key in [key for key, links in shelf.items() if links.epoch <= epoch]:
-                    doomed.append(shelf.pop(key).remains())
         self._attempts.cancel_epochs(epoch, reason)
         self._ports.inbox.close(epoch)
         doomed.append(Remains(epoch, self.pairs.close(epoch), []))
@@ -300,7 +282,8 @@ class Fabric:
     def links(self) -> dict[str, dict[int, LinkInfo]]:
         """Group name -> peer's global rank -> live link."""
         with self._lock:
-            by_group = dict(self._live.links) if self._live is not None else {}
+            live = self._standing.live
+            by_group = dict(live.links) if live is not None else {}
             by_group |= self.pairs.links()
         return {name: {peer: link.info() for peer, link in links.items()} for name, links in by_group.items()}
 
@@ -331,23 +314,6 @@ class Fabric:
     @sandbox.setter
     def sandbox(self, value: bool) -> None:
         self.calls.sandbox = value
-
-    def log_only(self) -> AbstractContextManager[None]:
-        """Collectives of this block may follow the vote; when poisoned their floats are NaN."""
-        return self.calls.log_only()
-
-    def start_recording(self) -> None:
-        """From now on the results of small live collectives are kept (the build phase)."""
-        self.calls.recorder = BuildRecording()
-
-    def stop_recording(self) -> BuildRecording:
-        """Ends the recording and returns it; on a standby that of the build which it has rehearsed."""
-        recording, self.calls.recorder = self.calls.recorder, None
-        return next(known for known in (recording, self.calls.rehearsal, BuildRecording()) if known is not None)
-
-    def rehearse(self, recording: BuildRecording) -> None:
-        """Sandboxed collectives answer from this recording where it has an answer."""
-        self.calls.rehearsal = recording
 
     def close_all(self) -> None:
         """Closes everything, the listener too, and ends the threads. For the end of a process and for tests."""
@@ -385,8 +351,7 @@ class Fabric:
     def _said_stop(self, peer: int) -> bool:
         """On whichever of its links: the one that broke may have been too full to take a STOP."""
         with self._lock:
-            sets = [links for links in (self._live, *self._opened.values()) if links is not None]
-            candidates = [link for links in sets for link in links.all_links() if link.peer == peer]
+            candidates = [link for links in self._standing.usable() for link in links.all_links() if link.peer == peer]
         return any(link.ends_in_order() for link in candidates)
 
     def spawn(self, name: str, body: Callable[[], None]) -> None:
@@ -399,7 +364,7 @@ class Fabric:
     def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt) -> Link:
         """The link of its own that send/recv between two members of a group use. Raises LinkError or Cancelled."""
         with self._lock:
-            live = self._live
+            live = self._standing.live
         if live is None or live.epoch != attempt.epoch:
             raise Cancelled(f"epoch {attempt.epoch} is closed")
         links = LinkSet(live.membership, live.rank, only=frozenset({peer}))
@@ -429,7 +394,8 @@ class Fabric:
     def _break_a_link(self) -> None:
         """For the fault `close_link`: as if the network had cut it."""
         with self._lock:
-            links = list(self._live.all_links()) if self._live is not None else []
+            live = self._standing.live
+            links = list(live.all_links()) if live is not None else []
         if links:
             links[-1].sock.shutdown(socket.SHUT_RDWR)
 
@@ -437,13 +403,8 @@ class Fabric:
         """In a forked child: an inherited descriptor would keep the peers from noticing that this process died."""
         self._ports.listener.close_copy()
         self._watcher.close_copy()
-        shelves = [*self._opened.values(), *self._staged.values()]
-        for links in [*shelves, *([self._live] if self._live is not None else [])]:
-            for link in links.all_links():
-                link.close_copy()
-        for remains in self._replaced:
-            for link in remains.links:
-                link.close_copy()
+        for link in self._standing.links():
+            link.close_copy()
         for peers in self.pairs.links().values():
             for link in peers.values():
                 link.close_copy()
