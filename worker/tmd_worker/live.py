@@ -64,7 +64,8 @@ class LiveLoop:
         if not standby:
             untracked.steps_done(sys._getframe())
         self._tracked.restore_all(before, keep_allocated=standby)
-        self._complain(untracked.findings(restored=True))
+        if not standby:
+            self._complain(untracked.findings(restored=True))
         self._fabric.sandbox = standby
         self._runtime.tell(core.warm_up_ended)
 
