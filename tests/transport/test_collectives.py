@@ -276,6 +276,18 @@ def test_links_follow_the_algorithms_and_are_no_full_mesh() -> None:
     assert votes == {0: [1, 2], 1: [0, 3, 4], 2: [0, 5, 6], 3: [1, 7], 4: [1], 5: [2], 6: [2], 7: [3]}
 
 
+def test_the_links_of_a_rank_do_not_grow_with_the_number_of_members() -> None:
+    """Counted at 64 members, real links in one process: a full mesh would be 63 for each group."""
+    most, in_all = {}, {}
+    for size in (8, 64):
+        with mesh(size) as made:
+            counts = [{name: len(peers) for name, peers in node.fabric.links().items()} for node in made.nodes]
+        most[size] = {name: max(count[name] for count in counts) for name in ("world", "tmd.session", "tmd.buddy")}
+        in_all[size] = sum(sum(count.values()) for count in counts) / 2
+    assert most[8] == most[64] == {"world": 5, "tmd.session": 3, "tmd.buddy": 2}
+    assert in_all[64] == 253  # 64 around the ring, 63 in the tree (one of which the ring has, too), 63 for the vote, 64 buddies
+
+
 def test_gather_scatter_and_reduce_need_no_links_of_their_own() -> None:
     with mesh(7) as made:
         before = {node.rank: node.fabric.links() for node in made.nodes}
