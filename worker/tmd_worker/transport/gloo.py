@@ -191,7 +191,9 @@ def _device(host: str) -> tuple[Any, _Address]:
     with _making_device:
         before = set(_listening(host))
         device = dist.ProcessGroupGloo.create_device(hostname=host)
-        address = next(address for address in _listening(host) if address not in before)
+        address = next((address for address in _listening(host) if address not in before), None)
+    if address is None:
+        raise RuntimeError(f"gloo listens on no port of {host}: is that an address of this machine?")
     return device, address
 
 

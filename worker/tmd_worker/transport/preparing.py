@@ -23,6 +23,8 @@ from tmd_worker.transport.rendezvous import Rendezvous
 
 #: How often a cancelled attempt is looked for.
 _LOOK_S = 0.01
+#: A library that connects to a member which has died must not try for longer, whoever waits for it or not.
+_MAKING_S = 30.0
 
 Spawn = Callable[[str, Callable[[], None]], None]
 
@@ -85,7 +87,7 @@ class _Making:
                 self._group.rank,
                 self._group.size,
                 self._group.timeout_s,
-                max(self._attempt.deadline_s - time.monotonic(), 1.0),
+                min(max(self._attempt.deadline_s - time.monotonic(), 1.0), _MAKING_S),
             )
             with self._lock:
                 self.inner = inner
