@@ -34,7 +34,7 @@ async def test_an_agent_says_who_it_is_and_what_decides_bits(rig: Rig, daemon: S
     assert (hello.node_index, hello.labels) == (3, {"rack": "r1"})
     assert hello.command == ("script", str(RANK_PROGRAM), "--lr", "1")
     assert hello.script_digest == hashlib.sha256(RANK_PROGRAM.read_bytes()).hexdigest()
-    assert set(hello.versions) == {"python", "torch", "numpy", "cpu_capability", "threads", "transport"}
+    assert set(hello.versions) == {"tmd", "python", "torch", "numpy", "cpu_capability", "threads", "transport"}
     assert hello.versions["threads"] == "1"
 
 

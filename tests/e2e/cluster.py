@@ -152,6 +152,7 @@ class Cluster:
         out = self.folder / f"job{next(self._numbers)}"
         out.mkdir(parents=True)
         job = Job(self, out)
+        job.steps = steps
         job.set_pace(pace_ms)
         job.id = self.stack.submit(
             nnodes=nnodes,
@@ -268,6 +269,8 @@ class Job:
         self.out = out
         self.faults = Faults(out / "faults")
         self.id = ""
+        #: How many it has.
+        self.steps = 0
 
     def set_pace(self, pace_ms: float) -> None:
         """How long a step lasts at least; 0 lets the job run as fast as it can."""
@@ -434,14 +437,20 @@ class Job:
 
 
 def assert_unharmed(job: Job, reference: Job, *, lines_lost: Mapping[int, int] | None = None) -> None:
-    """Every loss and the state after every fifth step so far are the reference's, bit by bit, and no step is missing.
+    """Every loss and the state after every fifth step so far are the reference's, bit by bit, and no step is missing: none at all
+    of a job that is done.
 
     `lines_lost`: rank -> so many of its lines may be missing, because each of its processes that was killed may have died between
     a commit and the line about it.
     """
     results, expected = job.results(), reference.results()
-    # The ranks' files are read one after the other while the job goes on.
-    last = min(max((step for rank, step in results if rank == each), default=0) for each in range(WORLD_SIZE))
+    if job.record()["state"] == "done":
+        last = job.steps
+        assert all(any(result[1:]) for (_, step), result in results.items() if step == last - 1), (
+            "the final state was not digested"
+        )
+    else:  # the ranks' files are read one after the other while the job goes on
+        last = min(max(step for rank, step in results if rank == each) for each in range(WORLD_SIZE))
     assert results.keys() <= expected.keys(), "the reference is too short"
     different = [key for key, result in results.items() if result != expected[key]]
     assert not different, f"(rank, step) {sorted(different, key=lambda key: key[1])[:5]} differ from the undisturbed run"

@@ -118,7 +118,9 @@ def test_the_story_of_a_move_tells_causes_before_effects(cluster: Cluster, job: 
 
 
 def test_a_second_move_of_the_same_job(job: Job) -> None:
-    assert_moved(job, job.wait_measured(job.request("--rank", "3")), [3])
+    (standby,) = (each["node"] for each in job.view()["nodes"] if each["use"] == "standby")
+    assert_moved(job, job.wait_measured(job.request("--rank", "3", "--to", standby)), [3])
+    assert job.node_of(3) == standby
     assert [record["state"] for record in job.migrations()] == ["done", "done"]
     assert job.record()["epoch"] == 2
 

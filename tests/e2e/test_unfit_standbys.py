@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import tmd
 from tests.e2e.cluster import TRAIN, Cluster, HandAgent, Job, assert_unharmed, until
 
 EXIT_REFUSED = 3
@@ -68,6 +69,13 @@ def test_a_script_with_another_content(job: Job, script: Path, standby: Callable
 def test_another_transport(job: Job, standby: Callable[..., HandAgent]) -> None:
     agent = standby("hand0", TMD_TRANSPORT="gloo")
     assert "transport is gloo there and delta" in refusal(job, agent, "hand0")
+
+
+def test_another_tmd(job: Job, standby: Callable[..., HandAgent], tmp_path: Path) -> None:
+    """The order of summation is tmd's own, so another release may yield other bits."""
+    (tmp_path / "sitecustomize.py").write_text("import tmd\n\ntmd.__version__ = '0.0.9'\n")
+    agent = standby("hand9", PYTHONPATH=f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    assert f"tmd is 0.0.9 there and {tmd.__version__} on the job's first node" in refusal(job, agent, "hand9")
 
 
 def test_another_torch(job: Job, standby: Callable[..., HandAgent], tmp_path: Path) -> None:

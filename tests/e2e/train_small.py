@@ -85,7 +85,7 @@ def main(session: Session) -> None:
 
 def note(folder: Path, session: Session, step: int, loss: Tensor) -> None:
     line = {"step": step, "loss": loss.item().hex(), "pid": os.getpid()}
-    if step % DIGEST_EVERY == 0:
+    if (step + 1) % DIGEST_EVERY == 0:  # the last step of every job that ends, too: all have a multiple of it
         line |= session.digest()
     with (folder / f"steps-rank{session.rank}.jsonl").open("a") as out:
         out.write(json.dumps(line) + "\n")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from tmd.protocol.codec import FROM_RANK, TO_RANK, FrameReader, frame
+from tmd.protocol.codec import FROM_RANK, PROTOCOL, TO_RANK, FrameReader, frame
 from tmd.protocol.control import FromRank, RankUpdate, RankWelcome
 
 #: A process that has to import torch first, on a busy machine.
@@ -17,7 +17,9 @@ PROGRAM = "import sys; from tmd_worker.member import MemberEngine; MemberEngine.
 
 
 @contextmanager
-def rank_told(host: str, port_range: tuple[int, int]) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
+def rank_told(
+    host: str, port_range: tuple[int, int] | None, protocol: tuple[int, int] = PROTOCOL
+) -> Iterator[tuple[subprocess.Popen[str], socket.socket]]:
     """A real rank process, and the agent's end of its control socket."""
     welcome = RankWelcome(
         job_id="j",
@@ -32,6 +34,7 @@ def rank_told(host: str, port_range: tuple[int, int]) -> Iterator[tuple[subproce
         hold_limit_s=TIMEOUT_S,
         heartbeat_s=1.0,
         port_range=port_range,
+        protocol=protocol,
     )
     agent, its_own = socket.socketpair()
     command = [sys.executable, "-c", PROGRAM, str(its_own.fileno())]
@@ -67,4 +70,12 @@ def test_a_rank_takes_a_port_of_the_range_and_says_so_if_there_is_none() -> None
     assert said.startswith(
         f"tmd: no port of {port}-{port} on ::1 is free for this rank (Address already in use); give tmd-run a wider"
     )
+    assert "Traceback" not in said
+
+
+def test_a_rank_whose_agent_speaks_another_protocol_ends_with_the_reason() -> None:
+    with rank_told("127.0.0.1", None, protocol=(2, 0)) as (rank, _):
+        _, said = rank.communicate(timeout=TIMEOUT_S)
+        assert rank.returncode == 1
+    assert said.startswith("tmd: between this rank and its agent: protocol 2.0 is not served: this side speaks ")
     assert "Traceback" not in said

@@ -48,6 +48,10 @@ def test_a_rank_killed_at_any_moment_of_a_step_is_replaced_bit_for_bit(moment: s
 @pytest.mark.parametrize(
     ("moment", "rank"),
     [
+        ("vote.begin", 0),
+        ("vote.ballot.0", 0),
+        ("vote.ballot.1", 0),
+        ("vote.ballot.0", 1),
         ("vote.decided", 0),
         ("vote.child.0", 0),
         ("vote.child.1", 0),
@@ -66,6 +70,17 @@ def test_root_inner_rank_and_leaf_killed_at_every_frame_of_the_vote(moment: str,
         assert cluster.faults_fired() == 1
         assert cluster.core.job("job").record.approximations == ()
     Outcome.of(cluster.folder).assert_same_as(reference, unlogged=1)
+
+
+def test_a_rank_killed_while_it_holds_an_undecided_step(lab: Lab, kill: Killing) -> None:
+    """The root dies with the result, so whoever has sent its ballot cannot know; rank 2 dies while it waits for the decision."""
+    reference = lab.reference("batchnorm", nodes=4)
+    faults = kill("vote.decided", rank=0, step=3) + kill("vote.unknown", rank=2, step=3)
+    with lab.cluster("batchnorm", nodes=4, standbys=2, faults=faults) as cluster:
+        assert cluster.run().exit_code == 0, cluster.report()
+        assert cluster.faults_fired() == 2
+        assert cluster.core.job("job").record.approximations == ()
+    Outcome.of(cluster.folder).assert_same_as(reference, unlogged=2)
 
 
 def test_rank_0_is_no_different(lab: Lab, kill: Killing) -> None:

@@ -31,6 +31,8 @@ class RankWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="rank_welcome")
     port_range: tuple[int, int] | None = None
     #: What carries the collectives of the script's groups.
     transport: TransportName = "delta"
+    #: What the agent speaks; a rank whose library is of another major version ends with the reason.
+    protocol: tuple[int, int] = (1, 0)
 
 
 class RankUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="rank_update"):
@@ -46,7 +48,7 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True, tag="rank_order"):
 
 
 class PeerExiting(msgspec.Struct, frozen=True, kw_only=True, tag="peer_exiting"):
-    """The agent saw that another rank of this node is dying: the epochs up to `epoch` cannot go on."""
+    """The agent saw that another rank of this node is dying: an epoch of which it is a member cannot go on."""
 
     incarnation: str
 

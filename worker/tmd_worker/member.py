@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
+from tmd.protocol.codec import check_protocol
 from tmd.protocol.control import RankWelcome
 from tmd.protocol.exits import EXIT_TORN
 from tmd_worker import faults, guard, mistakes
@@ -90,7 +91,10 @@ class MemberEngine:
         control = Control(socket.socket(fileno=control_fd))
         with guard.exempt():
             try:
-                engine = cls(control, control.welcome())
+                welcome = control.welcome()
+                if reason := check_protocol(welcome.protocol):
+                    sys.exit(f"tmd: between this rank and its agent: {reason}")
+                engine = cls(control, welcome)
             except CannotListen as error:
                 sys.exit(f"tmd: {error}")
             engine._join()

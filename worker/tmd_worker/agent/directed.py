@@ -333,6 +333,7 @@ class DirectedNode:
             heartbeat_s=welcome.heartbeat_s,
             port_range=self._settings.port_range,
             transport=self._settings.transport,
+            protocol=PROTOCOL,
         )
 
     def _environment(self, spec: ProcessSpec, control_fd: int) -> dict[str, str]:

@@ -8,6 +8,8 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
+import tmd
+
 #: The CPU features that choose between kernels in torch, oneDNN and MKL; others change no result.
 _DECISIVE = frozenset(
     {"sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
@@ -37,6 +39,7 @@ def own_versions(threads: str, transport: str) -> dict[str, str]:
     except OSError:
         cpuinfo = ""
     versions = {
+        "tmd": tmd.__version__,
         "python": platform.python_version(),
         "cpu_capability": cpu_capability(cpuinfo, os.environ),
         "threads": threads or "unset",

@@ -43,9 +43,13 @@ def _vote(table: LinkTable, ballot: Ballot) -> VoteOutcome:
     raises_flag = ballot.ready_leavers > 0
     try:
         faults.point("vote.begin")
-        for child in children:
+        for number, child in enumerate(children):
             ballot = ballot.combine(Ballot.unpack(child.receive_small(Kind.BALLOT, epoch, BALLOT_BYTES)))
-        if parent_rank is not None:
+            faults.point(f"vote.ballot.{number}")
+        if parent_rank is None:
+            if raises_flag:
+                faults.point("flag.raised")
+        else:
             parent = table.links[parent_rank]
             sent = True
             parent.send(Kind.BALLOT, epoch, ballot.pack())
