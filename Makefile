@@ -15,7 +15,7 @@ help:
 	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
 	@echo "make soak N=20  N demo runs with random moments of drain and kill, all must be bit-identical"
 	@echo "make bench-collectives  collectives against gloo's, into out/bench/collectives.json"
-	@echo "make test-fast  lint and the tests that need seconds"
+	@echo "make test-fast  lint and the tests without database, real ranks and stacks"
 	@echo "make test       everything"
 
 setup:

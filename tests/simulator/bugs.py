@@ -19,7 +19,7 @@ from tmd.protocol.membership import Plan
 from tmd.protocol.rank import Directive
 from tmd_worker.core import instructions as do
 from tmd_worker.core.ballot import Ballot
-from tmd_worker.core.rank import Boundary, RankCore, Verdict
+from tmd_worker.core.rank import Boundary, RankCore, Turn, Verdict
 
 # -------------------------------------------------------------------- bugs of the rank's core
 
@@ -101,6 +101,23 @@ class StaleEpochAccepted(RankCore):
 
     def link_broken(self, epoch: int, peer: int, *, orderly: bool, reason: str) -> list[do.Instruction]:
         return super().link_broken(max(epoch, self.live_epoch), peer, orderly=orderly, reason=reason)
+
+
+class WaitsForTheDaemon(RankCore):
+    """A rank begins a step only if it has heard from the daemon lately."""
+
+    _heard_s = -1.0
+
+    def on_directive(self, order: Directive) -> list[do.Instruction]:
+        self._heard_s = self.clock()
+        return super().on_directive(order)
+
+    def boundary(self) -> tuple[Boundary, list[do.Instruction]]:
+        turn, out = super().boundary()
+        if turn.turn is Turn.RUN and self.clock() - self._heard_s > 0.5:
+            self.at_boundary = True
+            return Boundary(Turn.WAIT), out
+        return turn, out
 
 
 class GoBeforeLinked(RankCore):
@@ -197,6 +214,7 @@ RANK_BUGS: dict[str, type[RankCore]] = {
     "poisoned_rank_votes": PoisonedRankVotes,
     "reports_inside_the_vote": ReportsInsideTheVote,
     "stale_epoch_accepted": StaleEpochAccepted,
+    "waits_for_the_daemon": WaitsForTheDaemon,
     "go_before_linked": GoBeforeLinked,
     "leaver_runs_on": LeaverRunsOn,
     "joiner_gets_wrong_step": JoinerGetsWrongStep,

@@ -30,6 +30,8 @@ STALL_S = 20.0
 CAUSE_S = 1.5
 #: What was hit this long ago is either lost or well again.
 CALM_S = 3.0
+#: A job that nothing has hit takes its steps while the daemon is away: a step is at most this long.
+STEP_S = 0.8
 #: A fenced process on a node that can be reached is dead after this long.
 FENCE_S = 4.0
 
@@ -51,6 +53,8 @@ class Checks:
         self.highest_step = 0
         self.committed: set[int] = set()
         self._moved_s = 0.0
+        #: Since when there has been no daemon.
+        self._away_since_s: float | None = None
         self._chains: dict[int, Chain] = {-1: Chain.of_job(world.seed, world.world_size)}
         self._speakers: dict[tuple[int, int], str] = {}
         self._first_step: dict[int, int] = {}
@@ -378,6 +382,25 @@ class Checks:
         if self.world.now - self._moved_s > STALL_S:
             job = self._job()
             self.fail("liveness", f"nothing has moved for {STALL_S} s, the job is {job.state if job else 'unknown'}")
+        self._goes_on_without_the_daemon()
+
+    def _goes_on_without_the_daemon(self) -> None:
+        if self.world.daemon.alive:
+            self._away_since_s = None
+            return
+        if self._away_since_s is None:
+            self._away_since_s = self.world.now
+        since_s = max(self._away_since_s, self._moved_s)
+        if self.world.now - since_s <= STEP_S:
+            return
+        newest = max(self.world.processes.values(), key=lambda process: process.core.run_epoch, default=None)
+        if newest is None or newest.core.members is None or newest.core.run_epoch not in self._committed_epochs:
+            return
+        members = [self.world.processes[member.incarnation] for member in newest.core.members.members.values()]
+        if all(process.touched_s < 0 and process.alive and process.core.phase == "running" for process in members):
+            self.fail(
+                "5 the daemon away", f"no step for {STEP_S} s without a daemon, and nothing hit {members[0].name} and its peers"
+            )
 
     def at_end(self) -> None:
         job = self._job()
