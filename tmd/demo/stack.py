@@ -29,9 +29,11 @@ RACKS = 3
 
 
 def end_as_on_ctrl_c() -> None:
-    """Whoever has a Stack and is told to end (SIGTERM, a terminal that closes) ends its daemon and its nodes, too."""
+    """Whoever has a Stack and is told to end (SIGTERM, a terminal that closes) ends its daemon and its nodes, too. What was
+    ignored from the start (nohup) stays so."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 class Stack:
