@@ -19,8 +19,9 @@ def finished(job: Job) -> Job:
 
 def test_a_drain_and_a_kill_change_no_bit(cluster: Cluster) -> None:
     undisturbed = finished(cluster.start_job(steps=STEPS, pace_ms=0, env=GLOO))
-    job = cluster.start_job(standby=2, steps=STEPS, pace_ms=100, env=GLOO)
+    job = cluster.start_job(standby=2, steps=STEPS, pace_ms=3000, env=GLOO)  # it waits for its standbys
     job.wait_ready(2)
+    job.set_pace(200)
     moved = job.wait_measured(job.request("--rank", "1"))
     assert (moved["state"], moved["steps_redone"], moved["stayer_links_reopened"]) == ("done", 0, 0)
     os.kill(job.pids()[2], signal.SIGKILL)
