@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import ipaddress
 import math
 import os
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -148,12 +150,23 @@ def _socket_below(state_dir: Path) -> Path:
     return (Path(runtime_dir.split(":")[0]) if runtime_dir else state_dir / "run") / "tmd.sock"
 
 
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^\[\]:\s/]*)):(?P<port>[0-9]{1,5})")
+
+
 def split_address(text: str) -> tuple[str, int]:
     """ "host:port", "[v6]:port" or ":port" (all addresses). Raises ValueError."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"expected host:port with a port up to 65535, got {text!r}")
-    return host.strip("[]") or "::", int(port)
+    found = _ADDRESS.fullmatch(text)
+    if found is None or int(found["port"]) > 65535 or (found["v6"] and not _is_ipv6(found["v6"])):
+        raise ValueError(f"expected host:port, [IPv6 address]:port or :port, with a port up to 65535, got {text!r}")
+    return found["v6"] or found["host"] or "::", int(found["port"])
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 DEFAULT = "default"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,10 @@ DIRECTED = ["--daemon", "unix:/a", "--job-id", "1", "--host", "127.0.0.1"]
         (["--daemon", "http://head", "--job-id", "1", SCRIPT], "not understood"),
         (["--daemon", "unix:/a", "--job-id", "1", "--label", "rack", SCRIPT], "label 'rack' is not understood"),
         (["--daemon", "unix:/a", "--job-id", "1", "--token-file", "/no/token", SCRIPT], "token file '/no/token' cannot be read"),
+        (["--standalone", "--transport", "gloo", SCRIPT], "--transport is of no use without a daemon"),
+        (["--port-range", "4000-4010", SCRIPT], "--port-range is of no use without a daemon"),
+        ([*DIRECTED, "--token-file", "/dev/zero", SCRIPT], "holds no token"),
+        ([*DIRECTED, "--token-file", sys.executable, SCRIPT], "holds no token"),
         ([*DIRECTED, "--transport", "carrier-pigeon", SCRIPT], "say delta (tmd's own links) or gloo"),
         ([*DIRECTED, "--transport", "nccl", SCRIPT], "there is nothing that NCCL could carry"),
         ([*DIRECTED, "--transport", "gloo", "--port-range", "40000-40009", SCRIPT], "exclude each other"),

@@ -98,7 +98,8 @@ class LocalAgents:
             self._end_if_unwanted(job, life)
         elif reaped is not None and self._nothing_left(life):
             life.ended_s = time.time()
-            log.info("agent ended job=%s node=%s pid=%d exit_code=%s", job.job_id, life.node, life.pid, life.exit_code)
+            fields = {"job": job.job_id, "node": life.node, "pid": life.pid, "exit_code": life.exit_code}
+            log.info("agent ended", extra=fields)
             return True
         return bool(reaped)
 

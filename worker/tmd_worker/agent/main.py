@@ -218,6 +218,14 @@ def _standalone_settings(options: dict[str, Any]) -> PlainSettings:
 
 
 def _plain_settings(options: dict[str, Any]) -> PlainSettings:
+    source = click.get_current_context().get_parameter_source
+    for name in ("transport", "port_range", "interface"):
+        if source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise SettingsRefused(
+                f"{option} is of no use without a daemon: tmd-run is a plain launcher of plain PyTorch then; give --daemon, or "
+                f"leave {option} out"
+            )
     launch = resolve_launch(options["command"], module=options["module"], no_python=options["no_python"])
     nnodes = resolve_nnodes(options["nnodes"], options["standby"], os.environ)
     if options["standby"] and not options["standalone"]:

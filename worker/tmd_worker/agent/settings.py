@@ -19,6 +19,8 @@ from typing import Literal
 from tmd.protocol.control import TransportName
 
 _HASH_CHUNK_BYTES = 1 << 20
+#: A token is much shorter.
+_TOKEN_BYTES = 1024
 
 
 class SettingsRefused(ValueError):
@@ -275,11 +277,16 @@ def read_token(path: str | None) -> str:
     if path is None:
         return ""
     try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        with Path(path).open("rb") as file:
+            token = file.read(_TOKEN_BYTES + 1).decode("ascii").strip()
+    except OSError as error:
         raise SettingsRefused(
             f"token file {path!r} cannot be read: {error}; without it the daemon cannot tell whose job this is"
         ) from None
+    except UnicodeDecodeError:
+        token = "\0"
+    if len(token) > _TOKEN_BYTES or not token.isprintable():
+        raise SettingsRefused(f"token file {path!r} holds no token; have the job's owner write it again: tmctl job token JOB")
     if not token:
         raise SettingsRefused(f"token file {path!r} is empty; have the job's owner write the token again")
     return token
