@@ -251,6 +251,8 @@ async def test_a_killed_agent_takes_its_ranks_along(rig: Rig, daemon: StandInDae
 
 async def test_an_interrupt_reaches_the_ranks_and_the_daemon_hears_of_their_end(rig: Rig, daemon: StandInDaemon) -> None:
     agent = await two_ranks(rig, daemon)
+    # An interrupt in the middle of an import may end an interpreter in other ways.
+    await until("both have spoken", lambda: all((seen := daemon.seen(name)) and seen.rank for name in ("i-a", "i-b")))
     agent.process.send_signal(signal.SIGINT)
     assert await agent.ended() == 128 + signal.SIGINT
     assert agent.err.count("KeyboardInterrupt") == 2
