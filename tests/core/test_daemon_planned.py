@@ -458,6 +458,25 @@ def test_a_joiner_lost_after_the_flip_brings_the_leaver_back() -> None:
     cluster.train(2)
 
 
+def test_a_joiner_lost_after_the_flip_is_named_whoever_saw_it_first() -> None:
+    """A peer notices the end of its link, and knows only the rank, before the agent says who has died."""
+    cluster = running()
+    cluster.held.add("state")
+    migration_id = request(cluster, rank=1)
+    cluster.train()
+    joiner, peer = cluster.ranks[cluster.ledger.migrations[migration_id].joiners[1]], cluster.member(0)
+    joiner.stopped = True
+    peer.carry_out(peer.core.link_broken(peer.core.live_epoch, 1, orderly=False, reason="rank 1 hung up"))
+    cluster.settle()
+    assert cluster.job.state == "recovering"
+    joiner.die()
+    cluster.settle()
+    reason = cluster.ledger.migrations[migration_id].reason
+    assert reason.startswith("an unplanned failure came first: rank 0 on ")
+    assert f"rank 1 hung up; the joiner {joiner.core.incarnation} on " in reason
+    assert reason.endswith("was lost: killed by SIGKILL")
+
+
 @pytest.mark.parametrize("held", ["staging", "state"])
 def test_a_joiner_that_freezes_is_not_waited_for(held: str) -> None:
     """Its agent speaks on. Before the flip another standby is tried; after it the leaver goes on at once."""

@@ -361,6 +361,7 @@ def settle(job: Job, now: float, target_step: int, cause: int) -> None:
     if plan is None or migration is None:
         return
     assert job.recovery is not None
+    reason = f"an unplanned failure came first: {_sign(job)}"
     arrived: dict[int, Process] = {}
     for (rank, leaver), joiner in zip(leavers(job).items(), joiners(job).values(), strict=True):
         if leaver.active and leaver.can_reach(target_step):
@@ -385,11 +386,16 @@ def settle(job: Job, now: float, target_step: int, cause: int) -> None:
     for leaver in arrived.values():
         if leaver.active:
             job.retire(now, leaver, "its joiner has its state")
-    job.end_migration(now, migration.migration_id, "aborted", f"an unplanned failure came first: {_sign(job)}", cause)
+    job.end_migration(now, migration.migration_id, "aborted", reason, cause)
 
 
 def _sign(job: Job) -> str:
-    return job.recovery.sign if job.recovery is not None else "unknown"
+    """What was seen first. A peer may have been faster than the agent of a joiner that was lost, and then names only its rank."""
+    assert job.recovery is not None
+    sign = job.recovery.sign
+    gone = [joiner for joiner in joiners(job).values() if not joiner.active and joiner.incarnation not in sign]
+    told = [f"the joiner {joiner.incarnation} on {joiner.node} was lost: {joiner.record.reason}" for joiner in gone]
+    return "; ".join([sign, *told])
 
 
 def _replace_leaver(job: Job, now: float, rank: int, leaver: Process) -> None:
