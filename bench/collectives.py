@@ -31,6 +31,7 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from tmd.protocol.membership import Member, Membership
 from tmd_worker.core.rank import Admission
@@ -285,20 +286,30 @@ def _measure(
 
 
 def _call(group: Any, operation: str, size: int, size_bytes: int) -> Callable[[], Any]:
+    """As torch.distributed's functions make it without `async_op`."""
     whole = torch.zeros(max(size, size_bytes // 4 // size * size))
     part = torch.zeros(whole.numel() // size)
     if operation == "allreduce":
-        return lambda: group.allreduce([whole], dist.AllreduceOptions()).wait()
+        summing = waited_for(dist.AllreduceOptions())
+        return lambda: group.allreduce([whole], summing).wait()
     if operation == "allgather":
-        return lambda: group._allgather_base(whole, part).wait()
+        gathering = waited_for(AllgatherOptions())
+        return lambda: group._allgather_base(whole, part, gathering).wait()
     if operation == "reduce_scatter":
-        return lambda: group._reduce_scatter_base(part, whole).wait()
+        scattering = waited_for(dist.ReduceScatterOptions())
+        return lambda: group._reduce_scatter_base(part, whole, scattering).wait()
     if operation == "broadcast":
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        return lambda: group.broadcast([whole], options).wait()
-    return lambda: group.barrier(dist.BarrierOptions()).wait()
+        sending = waited_for(dist.BroadcastOptions())
+        sending.rootRank = 0
+        sending.rootTensor = 0
+        return lambda: group.broadcast([whole], sending).wait()
+    meeting = waited_for(dist.BarrierOptions())
+    return lambda: group.barrier(meeting).wait()
+
+
+def waited_for(options: Any) -> Any:
+    options.asyncOp = False
+    return options
 
 
 if __name__ == "__main__":

@@ -43,13 +43,16 @@ class CallingGroup(dist.ProcessGroup):
         run: Callable[[Collectives], None],
         local: Callable[[], None],
         read: Sequence[Tensor] = (),
+        *,
+        waits: bool = False,
     ) -> Work:
-        """`run` does it in the group's thread, `local` writes valid values without any peer. `read` are inputs."""
+        """`run` does it, `local` writes valid values without any peer. `read` are inputs. `waits`: see `Group.submit`."""
         check([*outputs, *read], name)
         owner, group = self._fabric, self._group
+        waits = waits and self._batch is None  # of a batch all are under way before any is waited for
 
         def dispatch(operation: Operation, table: LinkTable) -> None:
-            group.submit(owner, operation, table, lambda table: run(self._carrier(table)))
+            group.submit(owner, operation, table, lambda table: run(self._carrier(table)), waits=waits)
 
         return self._begin(Call(name, group, result, outputs, dispatch, local))
 
@@ -100,27 +103,38 @@ def nested(lists: Any) -> list[list[Tensor]]:
     return [list(lists)] if lists and isinstance(lists[0], Tensor) else [list(tensors) for tensors in lists]
 
 
-def operator(args: tuple[Any, ...], named: dict[str, Any]) -> object:
-    """The reduction, from whatever follows the tensors: options, or the operator itself, or neither (a sum)."""
-    for given in (*args, *named.values()):
-        if hasattr(given, "reduceOp"):
-            return given.reduceOp
-        if isinstance(given, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-            return given
-    return dist.ReduceOp.SUM
+class Options:
+    """Whatever follows the tensors in a call: c10d's options, or (in its older overloads) one field of theirs, or nothing."""
 
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self._given = (*args, *named.values())
 
-def root_of(args: tuple[Any, ...], named: dict[str, Any], members: int) -> int:
-    """A group rank, from whatever follows the tensors: options, or the rank itself, or neither (0). Raises ValueError."""
-    root = 0
-    for given in (*args, *named.values()):
-        if hasattr(given, "rootRank"):
-            root = given.rootRank
-        elif isinstance(given, int):
-            root = given
-    if not 0 <= root < members:
-        raise ValueError(f"root {root} is no rank of a group of {members}")
-    return root
+    @property
+    def operator(self) -> object:
+        """The reduction; a sum if nothing is said."""
+        for given in self._given:
+            if hasattr(given, "reduceOp"):
+                return given.reduceOp
+            if isinstance(given, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+                return given
+        return dist.ReduceOp.SUM
+
+    def root(self, members: int) -> int:
+        """A group rank; 0 if nothing is said. Raises ValueError."""
+        root = 0
+        for given in self._given:
+            if hasattr(given, "rootRank"):
+                root = given.rootRank
+            elif isinstance(given, int):
+                root = given
+        if not 0 <= root < members:
+            raise ValueError(f"root {root} is no rank of a group of {members}")
+        return root
+
+    @property
+    def waits(self) -> bool:
+        """The caller is going to wait at once (`async_op=False`)."""
+        return any(getattr(given, "asyncOp", True) is False for given in self._given)
 
 
 def one_each(tensors: Sequence[Tensor], members: int, what: str) -> None:

@@ -343,7 +343,7 @@ class Fabric:
         orderly = orderly or self._said_stop(link.peer)
         self._events.link_broken(link.epoch, link.peer, orderly=orderly, reason=reason)
 
-    def inner_broken(self, epoch: int, reason: str) -> None:
+    def epoch_broken(self, epoch: int, reason: str) -> None:
         """Nobody is blamed: who died is known by the links."""
         if not self.is_closed(epoch):
             self._events.link_broken(epoch, self._rank, orderly=True, reason=reason)
@@ -386,7 +386,10 @@ class Fabric:
             with guard.exempt():
                 body()
         except BaseException as error:
-            self._events.thread_died(error)
+            self.thread_died(error)
+
+    def thread_died(self, error: BaseException) -> None:
+        self._events.thread_died(error)
 
     def _hung_up(self, link: Link, orderly: bool) -> None:
         self.link_ended(link, f"rank {link.peer} {'stopped: it is poisoned' if orderly else 'hung up'}", orderly=orderly)

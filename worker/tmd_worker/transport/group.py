@@ -32,8 +32,11 @@ class Guard(Protocol):
     def link_ended(self, link: Link, reason: str, *, orderly: bool) -> None:
         """Tells the runtime, unless this process closed the link itself."""
 
-    def inner_broken(self, epoch: int, reason: str) -> None:
-        """Tells the runtime that an inner group cannot go on, unless the epoch is over."""
+    def epoch_broken(self, epoch: int, reason: str) -> None:
+        """Tells the runtime that this epoch cannot go on, though no peer is to blame, unless it is over."""
+
+    def thread_died(self, error: BaseException) -> None:
+        """A bug, or scripts that do not fit together: the process must end."""
 
     def spawn(self, name: str, body: Callable[[], None]) -> None:
         """A thread whose exceptions end the process."""
@@ -55,7 +58,7 @@ def execute(guard: Guard, operation: Operation, epoch: int, action: Callable[[],
         guard.link_ended(ended.link, str(ended), orderly=ended.orderly)
         reason = str(ended)
     except InnerBroken as error:
-        guard.inner_broken(epoch, str(error))
+        guard.epoch_broken(epoch, str(error))
         reason = str(error)
     except LinkError as error:
         reason = str(error)
@@ -93,12 +96,14 @@ class Group:
         self.rank = 0
         #: The live links, or None: replaced as a whole, so an operation that has begun keeps its own.
         self.table: LinkTable | None = None
-        #: The operation that was queued last.
+        #: The operation that was submitted last.
         self.last: TmdWork | None = None
         self._neighbours = neighbours
         self._queue: queue.SimpleQueue[tuple[Operation, LinkTable, Callable[[LinkTable], None]] | None] = queue.SimpleQueue()
         self._calls = itertools.count()
         self._submitting = threading.Lock()
+        #: Whoever runs an operation has it.
+        self._executing = threading.Lock()
         self._running = False
 
     def take_role(self, rank: int) -> None:
@@ -125,17 +130,47 @@ class Group:
         """Counts the collectives that were called on this group, whatever became of them."""
         return next(self._calls)
 
-    def submit(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
-        """Runs the operation after all that were submitted before it, in the group's thread (none for a group of one)."""
+    def submit(
+        self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None], *, waits: bool = False
+    ) -> None:
+        """Runs the operation after all that were submitted before it, in the group's thread (none for a group of one).
+
+        `waits`: the caller does nothing else until it is done. Then it runs here if nothing is before it, which saves two
+        changes of thread, most of the time of a small operation.
+        """
         if self.size == 1:
             self._run_one(guard, operation, table, action)
             return
         with self._submitting:
-            if not self._running:
-                self._running = True
-                guard.spawn(f"group-{self.name}", lambda: self._run(guard))
+            here = waits and (self.last is None or self.last.is_completed()) and self._executing.acquire(blocking=False)
             self.last = operation.work
-            self._queue.put((operation, table, action))
+            if not here:
+                self._hand_over(guard, operation, table, action)
+        if here:
+            try:
+                self._run_here(guard, operation, table, action)
+            finally:
+                self._executing.release()
+
+    def _hand_over(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
+        if not self._running:
+            self._running = True
+            guard.spawn(f"group-{self.name}", lambda: self._run(guard))
+        self._queue.put((operation, table, action))
+
+    def _run_here(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
+        try:
+            self._run_one(guard, operation, table, action)
+        except Exception as error:
+            guard.thread_died(error)
+            raise
+        except BaseException:
+            # A signal's handler has raised. What the peers have of this operation is unknown: no other may follow on its links.
+            reason = f"{operation.name} was interrupted on this rank"
+            guard.epoch_broken(table.epoch, reason)
+            if not operation.work.is_completed():
+                operation.fail(reason)
+            raise
 
     def end_thread(self) -> None:
         if self._running:
@@ -143,7 +178,8 @@ class Group:
 
     def _run(self, guard: Guard) -> None:
         while (item := self._queue.get()) is not None:
-            self._run_one(guard, *item)
+            with self._executing:
+                self._run_one(guard, *item)
 
     def _run_one(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
         def held() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from tmd_worker.transport import sandbox
-from tmd_worker.transport.calling import CallingGroup, each, listed, nested, one_each, root_of
+from tmd_worker.transport.calling import CallingGroup, Options, each, listed, nested, one_each
 from tmd_worker.transport.inner import Collectives
 from tmd_worker.transport.tensors import flat, put_back, size_bytes
 
@@ -19,7 +19,8 @@ class MovingGroup(CallingGroup):
 
     def broadcast(self, tensors: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
         tensors = listed(tensors)
-        root = root_of(args, named, self._group.size)
+        options = Options(*args, **named)
+        root = options.root(self._group.size)
         unknown = root != self._group.rank and sandbox.uninitialised()
         return self._collective(
             "broadcast",
@@ -27,22 +28,24 @@ class MovingGroup(CallingGroup):
             tensors,
             lambda carrier: each(lambda tensor: carrier.broadcast(tensor, root), tensors),
             lambda: each(sandbox.none_pickled, tensors if unknown else []),
+            waits=options.waits,
         )
 
-    def barrier(self, *_: Any, **__: Any) -> Work:
-        return self._collective("barrier", [], [], lambda carrier: carrier.barrier(), lambda: None)
+    def barrier(self, *args: Any, **named: Any) -> Work:
+        run, nothing = (lambda carrier: carrier.barrier()), (lambda: None)
+        return self._collective("barrier", [], [], run, nothing, waits=Options(*args, **named).waits)
 
     # ---------------------------------------------------------------- all-gather
 
-    def allgather(self, outputs: Any, inputs: Any, *_: Any) -> Work:
+    def allgather(self, outputs: Any, inputs: Any, *args: Any) -> Work:
         """The members' tensors may differ in size, if all pass outputs of these sizes."""
-        return self._allgather("allgather", nested(outputs), listed(inputs))
+        return self._allgather("allgather", nested(outputs), listed(inputs), Options(*args).waits)
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, *_: Any) -> Work:
+    def allgather_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Work:
         """`outputs[i]` has one tensor per member for `inputs[i]`."""
-        return self._allgather("allgather_coalesced", outputs, inputs)
+        return self._allgather("allgather_coalesced", outputs, inputs, Options(*args).waits)
 
-    def _allgather(self, name: str, outputs: Any, inputs: Any) -> Work:
+    def _allgather(self, name: str, outputs: Any, inputs: Any, waits: bool) -> Work:
         pairs = list(zip(outputs, inputs, strict=True))
         for tensors, own in pairs:
             one_each(tensors, self._group.size, name)
@@ -54,19 +57,20 @@ class MovingGroup(CallingGroup):
             lambda carrier: each(lambda pair: carrier.allgather(*pair), pairs),
             lambda: each(lambda pair: sandbox.gathered(*pair), pairs),
             read=inputs,
+            waits=waits,
         )
 
-    def all_gather_single(self, output: Tensor, own: Tensor, *_: Any) -> Work:
-        return self._allgather_single("all_gather_single", [output], [own], output)
+    def all_gather_single(self, output: Tensor, own: Tensor, *args: Any) -> Work:
+        return self._allgather_single("all_gather_single", [output], [own], output, Options(*args).waits)
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *_: Any) -> Work:
-        return self._allgather_single("all_gather_single_coalesced", outputs, inputs, outputs)
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Work:
+        return self._allgather_single("all_gather_single_coalesced", outputs, inputs, outputs, Options(*args).waits)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
-    def _allgather_single(self, name: str, outputs: Any, inputs: Any, result: Any) -> Work:
+    def _allgather_single(self, name: str, outputs: Any, inputs: Any, result: Any, waits: bool) -> Work:
         size = self._group.size
         pairs = list(zip(outputs, inputs, strict=True))
         for output, own in pairs:
@@ -82,15 +86,17 @@ class MovingGroup(CallingGroup):
                 carrier.allgather(list(whole.view(size, own.numel()).unbind(0)), own)
                 put_back(whole, output)
 
-        return self._collective(
-            name, result, outputs, run, lambda: each(lambda pair: sandbox.gathered([pair[0]], pair[1]), pairs), read=inputs
-        )
+        def local() -> None:
+            each(lambda pair: sandbox.gathered([pair[0]], pair[1]), pairs)
+
+        return self._collective(name, result, outputs, run, local, read=inputs, waits=waits)
 
     # ---------------------------------------------------------------- gather and scatter
 
     def gather(self, outputs: Any, inputs: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
         own = listed(inputs)[0]
-        root = root_of(args, named, self._group.size)
+        options = Options(*args, **named)
+        root = options.root(self._group.size)
         targets = nested(outputs)[0] if root == self._group.rank else None
         if targets is not None:
             one_each(targets, self._group.size, "gather")
@@ -103,12 +109,14 @@ class MovingGroup(CallingGroup):
             lambda carrier: carrier.gather(targets, own, root),
             lambda: sandbox.gathered(targets or [], own),
             read=[own],
+            waits=options.waits,
         )
 
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
         output = listed(outputs)[0]
         rank, size = self._group.rank, self._group.size
-        root = root_of(args, named, size)
+        options = Options(*args, **named)
+        root = options.root(size)
         parts = nested(inputs)[0] if root == rank else None
         unknown = root != rank and sandbox.uninitialised()
         if parts is not None:
@@ -123,13 +131,14 @@ class MovingGroup(CallingGroup):
             else:
                 sandbox.received(output)
 
-        return self._collective(
-            "scatter", [output], [output], lambda carrier: carrier.scatter(output, parts, root), local, read=parts or ()
-        )
+        def run(carrier: Collectives) -> None:
+            carrier.scatter(output, parts, root)
+
+        return self._collective("scatter", [output], [output], run, local, read=parts or (), waits=options.waits)
 
     # ---------------------------------------------------------------- all-to-all
 
-    def alltoall(self, outputs: Any, inputs: Any, *_: Any) -> Work:
+    def alltoall(self, outputs: Any, inputs: Any, *args: Any) -> Work:
         """outputs[i] = what member i passed as inputs[own rank]. Sizes may differ, if sender and receiver agree."""
         outputs, inputs = list(outputs), list(inputs)
         rank, size = self._group.rank, self._group.size
@@ -144,10 +153,11 @@ class MovingGroup(CallingGroup):
             lambda carrier: carrier.alltoall(outputs, inputs),
             lambda: sandbox.exchanged(outputs, inputs, rank),
             read=inputs,
+            waits=Options(*args).waits,
         )
 
     def all_to_all_single(
-        self, output: Tensor, whole: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], *_: Any
+        self, output: Tensor, whole: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], *args: Any
     ) -> Work:
         """Cut along the first dimension; without splits into equal parts."""
         rank, size = self._group.rank, self._group.size
@@ -169,7 +179,7 @@ class MovingGroup(CallingGroup):
             sandbox.exchanged(target.split_with_sizes(counts_out), flat(whole).split_with_sizes(counts_in), rank)
             put_back(target, output)
 
-        return self._collective("all_to_all_single", output, [output], run, local, read=[whole])
+        return self._collective("all_to_all_single", output, [output], run, local, read=[whole], waits=Options(*args).waits)
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from tmd_worker.transport import sandbox
-from tmd_worker.transport.calling import CallingGroup, each, listed, nested, one_each, operator, root_of
+from tmd_worker.transport.calling import CallingGroup, Options, each, listed, nested, one_each
 from tmd_worker.transport.inner import Collectives
 from tmd_worker.transport.tensors import reduction
 
@@ -17,14 +17,14 @@ class ReducingGroup(CallingGroup):
     """All raise NotImplementedError or TypeError for an operator that the type of the tensors does not have."""
 
     def allreduce(self, tensors: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
-        return self._allreduce("allreduce", tensors, operator(args, named))
+        return self._allreduce("allreduce", tensors, Options(*args, **named))
 
     def allreduce_coalesced(self, tensors: Any, *args: Any, **named: Any) -> Work:
-        return self._allreduce("allreduce_coalesced", tensors, operator(args, named))
+        return self._allreduce("allreduce_coalesced", tensors, Options(*args, **named))
 
-    def _allreduce(self, name: str, tensors: Any, op: object) -> Work:
+    def _allreduce(self, name: str, tensors: Any, options: Options) -> Work:
         tensors = listed(tensors)
-        kind = reduction(op, tensors)
+        kind = reduction(options.operator, tensors)
         size = self._group.size
         return self._collective(
             name,
@@ -32,14 +32,16 @@ class ReducingGroup(CallingGroup):
             tensors,
             lambda carrier: each(lambda tensor: carrier.allreduce(tensor, kind), tensors),
             lambda: each(lambda tensor: sandbox.reduced(tensor, kind, size), tensors),
+            waits=options.waits,
         )
 
     def reduce(self, tensors: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
         """Only the root's tensor changes."""
         tensors = listed(tensors)
         size = self._group.size
-        root = root_of(args, named, size)
-        kind = reduction(operator(args, named), tensors)
+        options = Options(*args, **named)
+        root = options.root(size)
+        kind = reduction(options.operator, tensors)
         is_root = root == self._group.rank
 
         def run(carrier: Collectives) -> None:
@@ -48,21 +50,21 @@ class ReducingGroup(CallingGroup):
         def local() -> None:
             each(lambda tensor: sandbox.reduced(tensor, kind, size), tensors if is_root else [])
 
-        return self._collective("reduce", tensors, tensors, run, local)
+        return self._collective("reduce", tensors, tensors, run, local, waits=options.waits)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
         """The parts may differ in size, if all members pass the same sizes."""
         outputs = listed(outputs)
-        return self._reduce_scatter("reduce_scatter", outputs, nested(inputs), operator(args, named), outputs)
+        return self._reduce_scatter("reduce_scatter", outputs, nested(inputs), Options(*args, **named), outputs)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, *args: Any, **named: Any) -> Work:  # type: ignore[override]
-        return self._reduce_scatter("reduce_scatter_single", [output], [self._parts(whole)], operator(args, named), output)
+        return self._reduce_scatter("reduce_scatter_single", [output], [self._parts(whole)], Options(*args, **named), output)
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def reduce_scatter_single_coalesced(self, outputs: Any, wholes: Any, *args: Any, **named: Any) -> Work:  # type: ignore[override]
         parts = [self._parts(whole) for whole in wholes]
-        return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, parts, operator(args, named), outputs)
+        return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, parts, Options(*args, **named), outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
@@ -72,8 +74,8 @@ class ReducingGroup(CallingGroup):
             raise ValueError(f"reduce_scatter of {whole.numel()} elements cannot be cut into {size} equal parts")
         return list(whole.detach().contiguous().view(size, whole.numel() // size).unbind(0))
 
-    def _reduce_scatter(self, name: str, outputs: Any, inputs: Any, op: object, result: Any) -> Work:
-        kind = reduction(op, outputs)
+    def _reduce_scatter(self, name: str, outputs: Any, inputs: Any, options: Options, result: Any) -> Work:
+        kind = reduction(options.operator, outputs)
         rank, size = self._group.rank, self._group.size
         for output, parts in zip(outputs, inputs, strict=True):
             one_each(parts, size, name)
@@ -92,4 +94,5 @@ class ReducingGroup(CallingGroup):
                 sandbox.gathered([output], parts[rank])
                 sandbox.reduced(output, kind, size)
 
-        return self._collective(name, result, outputs, run, local, read=[part for parts in inputs for part in parts])
+        read = [part for parts in inputs for part in parts]
+        return self._collective(name, result, outputs, run, local, read=read, waits=options.waits)
