@@ -65,7 +65,7 @@ class Flight:
 
 class Job:
     """See the module's contract. Attributes are read everywhere and written only through the methods here and by the
-    transitions in recovery.py, installing.py, planned.py and forming.py."""
+    transitions in recovery.py, installing.py, proposing.py, planned.py and forming.py."""
 
     def __init__(self, record: JobRecord, settings: CoreSettings, journal: Journal) -> None:
         self.record = record

@@ -124,7 +124,8 @@ def _resolve(job: Job, now: float) -> None:
         return
     target = max(steps)
     resolution = Resolution(epoch=job.record.poison_epoch, target_step=target)
-    if _is_broken_for_good(job, target):
+    _count_break(job, target)
+    if job.broken_times >= job.settings.step_attempts:
         times = f"step {target} was broken off {job.broken_times} times in a row, so replacing ranks does not help"
         fail_job(job, now, 1, f"{times}; the last time: {recovery.sign}")
         return
@@ -137,11 +138,10 @@ def _resolve(job: Job, now: float) -> None:
             lose(job, now, process, f"it is at step {process.report.next_step} and cannot come to step {target} with rank {rank}")
 
 
-def _is_broken_for_good(job: Job, target: int) -> bool:
-    """Counts the recoveries that came to the same step. Their sum is forgotten with the daemon: it will be reached again."""
+def _count_break(job: Job, target: int) -> None:
+    """The recoveries that came to the same step. Their sum is forgotten with the daemon: it will be reached again."""
     job.broken_times = job.broken_times + 1 if target == job.broken_step else 1
     job.broken_step = target
-    return job.broken_times >= job.settings.step_attempts
 
 
 def _nobody_is_left(job: Job, now: float, recovery: Recovery) -> None:

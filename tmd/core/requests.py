@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tmd.core import planned, standby, words
+from tmd.core import planned, proposing, standby, words
 from tmd.core.job import Job
 from tmd.core.processes import Process
 from tmd.core.records import MigrationRecord
@@ -284,7 +284,7 @@ def _advance_waiting(job: Job, now: float, migration: MigrationRecord, first: st
     slow = [p for p in job.holders().values() if p.report.phase != "running" or p.report.live_epoch < epoch]
     if slow:
         return f"waiting for {job.name(slow[0])}, which is {slow[0].report.phase}"
-    return planned.propose(job, now, migration)
+    return proposing.propose(job, now, migration)
 
 
 def advance_queue_while_recovering(job: Job) -> None:

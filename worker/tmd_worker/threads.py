@@ -11,6 +11,9 @@ from collections.abc import Callable
 from tmd.protocol.exits import EXIT_THREAD
 from tmd_worker import guard
 
+#: Starts a thread of this name with this body.
+Spawn = Callable[[str, Callable[[], None]], None]
+
 
 def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
     """Starts a daemon thread that the sandbox's guard lets alone.

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-import tmd
 from tmd.protocol.agent import (
     AgentDirective,
     AgentHello,
@@ -30,14 +29,13 @@ from tmd.protocol.agent import (
     ProcessStatus,
     StoreReply,
 )
-from tmd.protocol.codec import FROM_RANK, PROTOCOL
-from tmd.protocol.control import FromRank, RankUpdate, RankWelcome
+from tmd.protocol.codec import FROM_RANK
+from tmd.protocol.control import FromRank, RankUpdate
 from tmd.protocol.keys import fingerprint
 from tmd.protocol.rank import Directive, RankStatus
 from tmd.protocol.reasons import in_one_line
-from tmd_worker.agent import identity
+from tmd_worker.agent import identity, introduction
 from tmd_worker.agent.daemon_link import DaemonLink, DaemonRefusal
-from tmd_worker.agent.environment import rank_environment
 from tmd_worker.agent.logs import LogPump
 from tmd_worker.agent.processes import Processes, RankProcess, StartFailed, StartOrder
 from tmd_worker.agent.rank_channel import RankChannel
@@ -105,7 +103,7 @@ class DirectedNode:
         self.agent_id = f"{settings.node}-{os.getpid()}-{secrets.token_hex(6)}"
         self._threads = identity.rank_threads(settings.nproc_per_node, os.environ)
         self.processes = Processes(settings.launch, settings.logs, pump, on_exiting=self._on_exiting, on_exited=self._on_exited)
-        self._hello = self._first_hello()
+        self._hello = introduction.first_hello(settings, self.agent_id, self._threads)
         self.link = DaemonLink(settings.daemon, self, say)
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._welcome: AgentWelcome | None = None
@@ -215,7 +213,7 @@ class DirectedNode:
             label=label,
             local_rank=spec.local_rank,
             standby=spec.rank is None,
-            environment=self._environment(spec, theirs.fileno()),
+            environment=introduction.environment(settings, self._threads, spec, theirs.fileno()),
             control_fd=theirs.fileno(),
         )
         try:
@@ -237,7 +235,7 @@ class DirectedNode:
         )
         member = _Member(spec, process, channel)
         self._members[spec.incarnation] = member
-        channel.welcome(self._rank_welcome(spec, welcome))
+        channel.welcome(introduction.rank_welcome(settings, spec, welcome))
         if (known := self._orders.get(spec.incarnation)) is not None:
             channel.order(known)
         self.link.status_changed(urgent=True)
@@ -294,60 +292,6 @@ class DirectedNode:
         self._say(f"[{member.process.label.text}] (incarnation {member.spec.incarnation}) {what}: killed")
         member.channel.close()
         member.process.send_signal(signal.SIGKILL)
-
-    # ---------------------------------------------------------------- what is said once
-
-    def _first_hello(self) -> AgentHello:
-        settings = self._settings
-        return AgentHello(
-            protocol=PROTOCOL,
-            tmd_version=tmd.__version__,
-            job_id=settings.job_id,
-            node=settings.node,
-            agent_id=self.agent_id,
-            host=settings.host,
-            nnodes=settings.nnodes,
-            nproc_per_node=settings.nproc_per_node,
-            node_index=settings.node_index,
-            command=(settings.launch.kind, settings.launch.target, *settings.launch.arguments),
-            script_digest=settings.launch.digest(),
-            versions=identity.own_versions(self._threads, settings.transport),
-            labels=dict(settings.labels),
-            pid=os.getpid(),
-            uid=os.getuid(),
-            token=settings.token,
-        )
-
-    def _rank_welcome(self, spec: ProcessSpec, welcome: AgentWelcome) -> RankWelcome:
-        return RankWelcome(
-            job_id=self._settings.job_id,
-            incarnation=spec.incarnation,
-            node=self._settings.node,
-            host=self._settings.host,
-            rank=spec.rank,
-            local_rank=spec.local_rank,
-            world_size=spec.world_size,
-            nproc_per_node=self._settings.nproc_per_node,
-            job_key=welcome.job_key,
-            hold_limit_s=welcome.hold_limit_s,
-            heartbeat_s=welcome.heartbeat_s,
-            port_range=self._settings.port_range,
-            transport=self._settings.transport,
-            protocol=PROTOCOL,
-        )
-
-    def _environment(self, spec: ProcessSpec, control_fd: int) -> dict[str, str]:
-        settings = self._settings
-        return rank_environment(
-            rank=spec.rank if spec.rank is not None else spec.world_size - 1,
-            local_rank=spec.local_rank,
-            world_size=spec.world_size,
-            nproc_per_node=settings.nproc_per_node,
-            master_addr=settings.master_addr,
-            master_port=settings.master_port,
-            run_id=settings.job_id,
-            threads=self._threads,
-        ) | {"TMD_INCARNATION": spec.incarnation, "TMD_CONTROL_FD": str(control_fd)}
 
 
 def _matters(before: RankStatus, after: RankStatus) -> bool:

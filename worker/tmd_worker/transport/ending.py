@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from tmd_worker.threads import Spawn
 from tmd_worker.transport.buddy import BuddyChannel
 from tmd_worker.transport.epochs import Remains
 from tmd_worker.transport.inner import InnerGroup
@@ -13,7 +12,7 @@ from tmd_worker.transport.watcher import Watcher
 class Ending:
     """For one process."""
 
-    def __init__(self, watcher: Watcher, buddy: BuddyChannel, spawn: Callable[[str, Callable[[], None]], None]) -> None:
+    def __init__(self, watcher: Watcher, buddy: BuddyChannel, spawn: Spawn) -> None:
         self._watcher = watcher
         self._buddy = buddy
         self._spawn = spawn

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tmd.protocol.membership import Member
+from tmd_worker.threads import Spawn
 from tmd_worker.transport.dialing import LinkError, dial
 from tmd_worker.transport.handshake import LINK, Hello, Verdict, new_nonce
 from tmd_worker.transport.listener import Listener
@@ -16,7 +17,6 @@ from tmd_worker.transport.opening import RETRY_FIRST_S, RETRY_MAX_S, Inbox, Open
 from tmd_worker.transport.tables import Tables
 
 Handler = Callable[[socket.socket, dict[str, Any]], None]
-Spawn = Callable[[str, Callable[[], None]], None]
 #: "tcp": no links within the host, for measurements and for a search after a fault.
 LOCAL_LINKS = "TMD_LOCAL_LINKS"
 #: Per operation on a served connection, until its handler sets another one.

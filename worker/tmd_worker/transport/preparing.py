@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 from tmd.protocol.control import TransportName
 from tmd.protocol.membership import Membership
+from tmd_worker.threads import Spawn
 from tmd_worker.transport.dialing import LinkError
 from tmd_worker.transport.gloo import GlooGroup
 from tmd_worker.transport.group import Group
@@ -25,8 +25,6 @@ from tmd_worker.transport.rendezvous import Rendezvous
 _LOOK_S = 0.01
 #: A library that connects to a member which has died must not try for longer, whoever waits for it or not.
 _MAKING_S = 30.0
-
-Spawn = Callable[[str, Callable[[], None]], None]
 
 
 class Maker(Protocol):

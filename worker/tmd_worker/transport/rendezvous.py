@@ -11,18 +11,17 @@ import datetime
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 from torch._C._distributed_c10d import Store
 
 from tmd.protocol.codec import Codec, FrameReader, MessageRefused, frame
+from tmd_worker.threads import Spawn
 
 _READ_BYTES = 1 << 16
 _WAIT_S = 60.0
-
-Spawn = Callable[[str, Callable[[], None]], None]
 
 
 class MeetingBroken(ConnectionError):
