@@ -100,6 +100,17 @@ def test_a_script_that_forgets_nothing_passes_and_sees_what_a_rank_would_see(tmp
     assert done.stdout.endswith("train.py: no errors, no warnings after 2 shadow steps\n")
 
 
+def test_an_optimizer_that_was_not_tracked_is_refused_in_its_step_and_named_where_it_is_bound(tmp_path: Path) -> None:
+    done = check(tmp_path, GOOD.replace("optimizer=optimizer, ", ""), "--json")
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    refused, seen = report["findings"]
+    assert (report["shadow_steps"], refused["severity"], refused["kind"], seen["severity"]) == (0, "error", "refused", "warning")
+    assert "pass it to session.track" in refused["what"]
+    assert (seen["name"], seen["what"]) == ("optimizer", "an AdamW that was not tracked")  # not that it never changes
+    assert seen["remedy"].startswith("session.track(optimizer=optimizer)")
+
+
 def test_each_thing_that_was_forgotten_is_named_with_its_line(tmp_path: Path) -> None:
     done = check(tmp_path, FORGETFUL, "--json")
     assert done.returncode == 1, done.stderr

@@ -236,7 +236,7 @@ def test_an_average_in_a_module_is_named_although_the_model_is_tracked(script: S
     average = AveragedModel(script.model)
     found = script.look(lambda: average.update_parameters(script.model))
     assert found["average"].severity == "error"
-    assert found["average"].what.startswith("a AveragedModel")
+    assert found["average"].what.startswith("an AveragedModel")
 
 
 def test_what_hangs_below_an_object_is_named_by_its_path_and_by_the_line_of_the_attribute(script: Script) -> None:

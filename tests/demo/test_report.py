@@ -22,6 +22,7 @@ def record(kind: str, **changes: Any) -> dict[str, Any]:
         "from_nodes": ["n2"],
         "to_nodes": ["n5"],
         "phases_s": dict.fromkeys(PHASES, 0.01),
+        "normal_step_s": 0.2,
         "downtime_s": 0.25,
         "downtime_steps": 1.25,
         "lost_time_s": 0.5,
@@ -39,11 +40,12 @@ def report(*records: dict[str, Any], identical: bool = True, restarted: int = 0,
 
 def test_the_report_has_the_shape_that_is_documented() -> None:
     made = report(record("planned"), record("unplanned"))
-    assert (made["bit_identical"], made["normal_step_ms"], made["stayers_restarted"]) == (True, 200.0, 0)
+    assert (made["bit_identical"], made["undisturbed_step_ms"], made["stayers_restarted"]) == (True, 200.0, 0)
     planned = made["migrations"][0]
     assert planned["kind"] == "planned"
     assert planned["phases"] == dict.fromkeys(PHASES, 10.0)
     assert (planned["downtime_ms"], planned["downtime_steps"], planned["lost_time_ms"]) == (250.0, 1.25, 500.0)
+    assert planned["normal_step_ms"] == 200.0
     assert (planned["steps_redone"], planned["stayer_links_reopened"]) == (0, 0)
 
 

@@ -147,12 +147,12 @@ async def test_a_frozen_node_stands_still_until_it_is_thawed(cluster: LocalClust
     job_id = await cluster.submit(job(1))
     members = await running(cluster, job_id, "n1")
     await cluster.freeze("n1")
-    assert {member.status() for member in members} == {psutil.STATUS_STOPPED}
+    await until(lambda: {member.status() for member in members} == {psutil.STATUS_STOPPED}, "the kernel has stopped them all")
     with pytest.raises(RequestRefused) as refusal:
         await cluster.freeze("n1")
     assert refusal.value.remedy == "tmctl local thaw n1"
     await cluster.thaw("n1")
-    assert psutil.STATUS_STOPPED not in {member.status() for member in members}
+    await until(lambda: psutil.STATUS_STOPPED not in {member.status() for member in members}, "all run again")
     assert (await view(cluster, "n1")).meaning == "up"
 
 
@@ -177,6 +177,35 @@ async def test_a_node_that_comes_back_is_a_new_life_for_the_running_job(cluster:
     assert second.pid != first.pid
     assert "TMD_NODE_INDEX" not in psutil.Process(second.pid).environ()
     assert (await view(cluster, "n1")).state == "ALLOCATED"
+
+
+async def test_a_node_that_its_job_has_given_back_can_be_offered_to_it_again(cluster: LocalCluster) -> None:
+    job_id = await cluster.submit(job(2))
+    members = await running(cluster, job_id, "n1")
+    await running(cluster, job_id, "n2")
+    await cluster.release(job_id, "n1")
+    await until(lambda: life(cluster, job_id, "n1").ended_s is not None, "n1 free")
+    assert gone(members)
+    assert (await view(cluster, "n1")).state == "IDLE"
+    assert await cluster.come_back("n1") == job_id
+    await running(cluster, job_id, "n1")
+    assert (await view(cluster, "n1")).state == "ALLOCATED"
+    with pytest.raises(RequestRefused, match="not off, it is ALLOCATED"):
+        await cluster.come_back("n1")
+
+
+async def test_a_drained_node_that_was_given_back_needs_a_resume_first(cluster: LocalCluster) -> None:
+    job_id = await cluster.submit(job(2))
+    await running(cluster, job_id, "n1")
+    await cluster.drain("n1", "fan")
+    await cluster.release(job_id, "n1")
+    await until(lambda: life(cluster, job_id, "n1").ended_s is not None, "n1 free")
+    assert (await view(cluster, "n1")).state == "IDLE+DRAIN"
+    with pytest.raises(RequestRefused, match="not off") as refusal:
+        await cluster.come_back("n1")
+    assert refusal.value.remedy == "tmctl resume n1"
+    await cluster.resume("n1")
+    assert await cluster.come_back("n1") == job_id
 
 
 async def test_a_node_that_comes_back_after_its_job_is_idle(cluster: LocalCluster) -> None:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import click
 
 from tmd.cli.output import Listing, age, count, lines, show
-from tmd.cli.shell import Tmctl, command, is_text, shown_bytes, with_exit_codes
+from tmd.cli.shell import Tmctl, WholeNumber, command, is_text, shown_bytes, with_exit_codes
 from tmd.cli.watch import follow as follow_job
 from tmd.cli.watch import local_address, until_whole
 
@@ -28,9 +28,9 @@ def local() -> None:
 
 
 @local.command("run")
-@click.option("--nodes", "nnodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes that train.")
-@click.option("--standby", type=click.IntRange(min=0), default=0, show_default=True, help="Nodes that wait.")
-@click.option("--nproc-per-node", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on each node.")
+@click.option("--nodes", "nnodes", type=WholeNumber(min=1), default=1, show_default=True, help="Nodes that train.")
+@click.option("--standby", type=WholeNumber(min=0), default=0, show_default=True, help="Nodes that wait.")
+@click.option("--nproc-per-node", type=WholeNumber(min=1), default=1, show_default=True, help="Ranks on each node.")
 @click.option("--log-dir", type=click.Path(file_okay=False, path_type=Path), help="Where NODE.log goes.")
 @click.option("--wait", is_flag=True, help="Return once every rank trains and every standby is ready.")
 @click.option("--follow", is_flag=True, help="Print the logs until the job has ended.")

@@ -13,7 +13,7 @@ from tmd.cli.config import config
 from tmd.cli.ledger import ledger
 from tmd.cli.local import local
 from tmd.cli.migrate import migrate, migration, migrations
-from tmd.cli.shell import Tmctl, command, make
+from tmd.cli.shell import Tmctl, WholeNumber, command, make
 from tmd.cli.watch import perhaps_starting
 from tmd.config import default_socket
 
@@ -174,7 +174,7 @@ def resume(tmctl: Tmctl, node: str) -> None:
 
 @main.command()
 @click.argument("subject", metavar="ID")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=1000, show_default=True, help="At most this many events.")
+@click.option("--limit", type=WholeNumber(1, 10_000), default=1000, show_default=True, help="At most this many events.")
 @command
 def story(tmctl: Tmctl, subject: str, limit: int) -> None:
     """What happened to a job, migration, incarnation or node, and what led to it: causes first, what follows indented.

@@ -12,7 +12,7 @@ import click
 from tmd.cli import views
 from tmd.cli.client import ClientError
 from tmd.cli.output import NOTHING
-from tmd.cli.shell import Tmctl, command
+from tmd.cli.shell import Tmctl, WholeNumber, command
 from tmd.cli.watch import perhaps_starting
 from tmd.core.records import PHASES
 
@@ -24,7 +24,7 @@ EXIT_INTERRUPTED = 130
 @click.command()
 @click.argument("job_id", metavar="JOB")
 @click.option("--node", help="Replace all ranks on this node.")
-@click.option("--rank", type=click.IntRange(min=0), help="Replace this rank.")
+@click.option("--rank", type=WholeNumber(min=0), help="Replace this rank.")
 @click.option("--to", "to_node", metavar="NODE", help="Move to this standby node. Default: tmd chooses.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 @click.option("--wait", is_flag=True, help="Show the phases as they pass, until the migration has ended.")
@@ -95,7 +95,7 @@ def migration_abort(tmctl: Tmctl, migration_id: str) -> None:
 
 @click.command()
 @click.option("--job", "job_id", help="Only those of this job.")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="At most this many.")
+@click.option("--limit", type=WholeNumber(1, 10_000), default=100, show_default=True, help="At most this many.")
 @command
 def migrations(tmctl: Tmctl, job_id: str | None, limit: int) -> None:
     """Migrations, newest first, with the time each phase took and what they cost.

@@ -97,6 +97,12 @@ def command(function: _Command) -> _Command:
     return click.option("--json", "as_json", is_flag=True, help="Print the daemon's answer as JSON.")(click.pass_obj(run))
 
 
+class WholeNumber(click.IntRange):
+    """So that a refusal says what is wanted: click calls it "integer range"."""
+
+    name = "whole number"
+
+
 def _require_text(arguments: dict[str, Any]) -> None:
     """The daemon is spoken to in UTF-8. Raises click.UsageError naming an argument that is not."""
     for name, value in arguments.items():

@@ -203,7 +203,8 @@ def show_migration(view: dict[str, Any]) -> None:
 
 
 def show_story(answer: dict[str, Any]) -> None:
-    """A timeline in which what was caused stands to the right of its cause; a cause that is not the line above is named."""
+    """A timeline in which what was caused stands to the right of its cause; a cause that is not the line above is named. It
+    counts from the first event about what was asked for; what led to that was before."""
     events = answer["events"]
     if not events:
         click.echo(f"nothing is recorded about {answer['subject']}")
@@ -211,12 +212,13 @@ def show_story(answer: dict[str, Any]) -> None:
     depths: dict[int, int] = {}
     rows = []
     before = 0
+    zero_s = next((event["time_s"] for event in events if event["subject"] == answer["subject"]), events[0]["time_s"])
     for event in events:
         depth = depths.get(event["cause"], -1) + 1
         depths[event["event_id"]] = depth
         because = f" (because of {event['cause']})" if event["cause"] in depths and event["cause"] != before else ""
         before = event["event_id"]
         told = f"{'  ' * min(depth, _DEEPEST)}{event['kind']}: {event['text']}{because}"
-        since = (event["time_s"] - events[0]["time_s"]) * 1000
-        rows.append((clock(event["time_s"]), f"+{since:.0f}", event["event_id"], event["subject"], told))
+        since = (event["time_s"] - zero_s) * 1000
+        rows.append((clock(event["time_s"]), f"{since:+.0f}", event["event_id"], event["subject"], told))
     show(Listing(("time", "since (ms)", "event", "about", "what"), rows))

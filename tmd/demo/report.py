@@ -19,7 +19,7 @@ def document(run: Run, verdict: Comparison, normal_step_s: float) -> dict[str, A
         "bit_identical": verdict.identical and not run.approximations,
         "differences": [*verdict.differences, *run.approximations],
         "log_lines_lost_with_a_rank": verdict.lines_lost,
-        "normal_step_ms": round(normal_step_s * 1e3, 1),
+        "undisturbed_step_ms": round(normal_step_s * 1e3, 1),
         "migrations": [_migration(record) for record in run.migrations],
         "stayers_restarted": run.stayers_restarted,
     }
@@ -52,6 +52,7 @@ def _migration(record: dict[str, Any]) -> dict[str, Any]:
         "from_nodes": record["from_nodes"],
         "to_nodes": record["to_nodes"],
         "phases": {phase: _ms(record["phases_s"].get(phase)) for phase in PHASES},
+        "normal_step_ms": _ms(record["normal_step_s"]),
         "downtime_ms": _ms(record["downtime_s"]),
         "downtime_steps": None if record["downtime_steps"] is None else round(record["downtime_steps"], 2),
         "lost_time_ms": _ms(record["lost_time_s"]),
@@ -67,8 +68,8 @@ def _ms(seconds: float | None) -> float | None:
 
 def show(report: dict[str, Any]) -> None:
     """Prints the table to stdout."""
-    table = Table(title=f"migrations (ms; a normal step takes {report['normal_step_ms']} ms)")
-    for column in ("", *PHASES, "downtime", "in steps", "lost time", "steps redone"):
+    table = Table(title=f"migrations (ms; a step of the undisturbed run takes {report['undisturbed_step_ms']} ms)")
+    for column in ("", *PHASES, "step before", "downtime", "in steps", "lost time", "redone"):
         table.add_column(column, justify="left" if not column else "right")
     for each in report["migrations"]:
         ranks = ", ".join(map(str, each["ranks"]))
@@ -76,7 +77,7 @@ def show(report: dict[str, Any]) -> None:
         if each["state"] != "done":
             name += f" ({each['state']}: {each['reason']})"
         cells = [each["phases"][phase] for phase in PHASES]
-        cells += [each["downtime_ms"], each["downtime_steps"], each["lost_time_ms"], each["steps_redone"]]
+        cells += [each["normal_step_ms"], each["downtime_ms"], each["downtime_steps"], each["lost_time_ms"], each["steps_redone"]]
         table.add_row(name, *("-" if cell is None else str(cell) for cell in cells))
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160).print(table)
     for line in report["differences"]:

@@ -230,16 +230,17 @@ class LocalCluster:
             await self._kill_processes(node)
 
     async def come_back(self, node: str) -> str | None:
-        """A node that is off boots: a new life, offered to the job that ran there if it still runs (its id is returned).
+        """A node that is off boots: a new life, offered to the job that ran there if it still runs (its id is returned). So is
+        one that this job has given back.
 
         Raises UnknownNode, RequestRefused.
         """
         async with self._lock:
             marks = self._marks(node)
-            if not marks.off:
-                raise RequestRefused(f"node {node} is not off, it is {self._view(self._nodes[node]).state}", self._way_up(node))
             self._reconcile()
             job = self._last_job(node) if marks.drain is None else None
+            if not marks.off and (job is None or self._lives_on(node)):
+                raise RequestRefused(f"node {node} is not off, it is {self._view(self._nodes[node]).state}", self._way_up(node))
             with self._record.decision(f"node {node} is not booted", marks, *([job] if job else [])):
                 marks.down = marks.killed_s = marks.frozen_s = None
                 life = self._next_life(job, node) if job else None

@@ -132,7 +132,7 @@ class CheckEngine:
     def _report(self, *, restored: bool) -> None:
         self._reported = True
         if self._began:
-            self._findings += self._untracked.findings(restored=restored)
+            self._findings += self._untracked.findings(restored=restored, stepped=self._steps > 0)
         self._findings.sort(key=lambda finding: finding.severity)
         self._on_report(self._findings, self._steps)
 

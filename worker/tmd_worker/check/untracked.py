@@ -24,12 +24,14 @@ from tmd_worker.state.loader import LoaderCursor
 from tmd_worker.state.tracked import Tracked
 from tmd_worker.warmup import Watch
 
-_CHANGED = "a {type} that was not tracked changed in the shadow steps"
-_MADE = "a {type} that was not tracked was made in a shadow step and stays"
-_DRAWN = "a {type} that was not tracked is drawn from in one step after another"
+_CHANGED = "{a_type} that was not tracked changed in the shadow steps"
+_MADE = "{a_type} that was not tracked was made in a shadow step and stays"
+_DRAWN = "{a_type} that was not tracked is drawn from in one step after another"
 #: A script builds these once; other kinds are made for the length of a step, too.
 _BUILT = (kinds.MODULE, kinds.OPTIMIZER, kinds.SCHEDULER, kinds.SCALER)
-_THERE = "a {type} that was not tracked; it did not change in the shadow steps"
+_THERE = "{a_type} that was not tracked; it did not change in the shadow steps"
+#: The script was stopped in its first shadow step.
+_SEEN = "{a_type} that was not tracked"
 
 
 class Untracked:
@@ -65,11 +67,12 @@ class Untracked:
             if frame is not None:
                 self._made = [held for held in self._walk(frame) if held.kind in _BUILT and id(held.obj) not in self._before]
 
-    def findings(self, *, restored: bool) -> list[Finding]:
-        """Errors first. `restored`: everything tracked has been put back since."""
+    def findings(self, *, restored: bool, stepped: bool = True) -> list[Finding]:
+        """Errors first. `restored`: everything tracked has been put back since. `stepped`: a shadow step came to its end."""
         found: list[Finding] = []
+        unchanged = _THERE if stepped else _SEEN
         with self._looking():
-            found = [finding for held in self._held if (finding := self._finding(held, restored)) is not None]
+            found = [finding for held in self._held if (finding := self._finding(held, restored, unchanged)) is not None]
             found += [_finding_of(held, _MADE, severity="error") for held in self._made]
             found += [_by_hand(name) for name, cursor in self._tracked.loaders.items() if self._is_drawn_by_hand(cursor)]
         carried = [name for name in self._gradients.carried if self._is_stepped(name)]
@@ -89,7 +92,7 @@ class Untracked:
         except Exception as error:
             self._failure = self._failure or error
 
-    def _finding(self, held: Held, restored: bool) -> Finding | None:
+    def _finding(self, held: Held, restored: bool, unchanged: str) -> Finding | None:
         if held.kind is kinds.LOADER and self._draws.carried(held.obj):
             return _finding_of(held, _DRAWN, severity="error", fatal=True)
         if held.kind is kinds.ITERATOR and self._of_a_loader(held.obj):
@@ -100,7 +103,7 @@ class Untracked:
             return _finding_of(held, _CHANGED, severity="error", fatal=held.kind.sure)
         if after != before:
             return None  # it changed and is back: something tracked covers it
-        return _finding_of(held, _THERE, severity="warning") if held.matters() else None
+        return _finding_of(held, unchanged, severity="warning") if held.matters() else None
 
     def _is_stepped(self, name: str) -> bool:
         """An optimizer uses the gradient of this parameter; what piles up in one that nobody steps changes nothing."""
@@ -177,6 +180,10 @@ def _type_of(held: Held) -> str:
     return f"{cls.__name__} (an iterator)" if held.kind is kinds.ITERATOR else cls.__name__
 
 
+def _with_article(type_name: str) -> str:
+    return f"{'an' if type_name[:1] in 'AEIO' else 'a'} {type_name}"
+
+
 def _finding_of(held: Held, what: str, *, severity: Severity, fatal: bool = False) -> Finding:
     name = held.node.path
     argument = re.sub(r"\W+", "_", name).strip("_") or "it"
@@ -186,7 +193,7 @@ def _finding_of(held: Held, what: str, *, severity: Severity, fatal: bool = Fals
         fatal=fatal,
         kind=held.kind.name,
         name=name,
-        what=what.format(type=_type_of(held)),
+        what=what.format(a_type=_with_article(_type_of(held))),
         where=held.node.where(),
         why=held.kind.lost,
         remedy=held.kind.remedy.format(track=track, name=argument, path=name),
