@@ -64,17 +64,25 @@ class Keeper:
         self._kept: dict[int, tuple[Record, bytes]] = {}
         #: The record applied last, for its tail.
         self._applied: tuple[Record, bytes] | None = None
+        #: The generators' state as it was encoded last.
+        self._rng: tuple[rng.RngState, Item] | None = None
 
     # ---------------------------------------------------------------- own
 
     def _items(self) -> dict[str, Item]:
         tracked = self._tracked
-        items = {_RNG: Item("tree", (), rng.encode(rng.capture()))}
+        items = {_RNG: self._rng_item()}
         for name, loader in tracked.loaders.items():
             items[_LOADER + name] = Item("tree", (), tree.encode(loader.state(), name))
         for name, other in tracked.others.items():
             items[_OTHER + name] = Item("tree", (), tree.encode(other.state_dict(), name))
         return items | tracked.buffers.items()
+
+    def _rng_item(self) -> Item:
+        state = rng.capture()
+        if self._rng is None or self._rng[0] is not state:
+            self._rng = state, Item("tree", (), rng.encode(state))
+        return self._rng[1]
 
     def take(self, step: int) -> bytes:
         record = Record(step, self._items())

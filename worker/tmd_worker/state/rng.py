@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tmd_worker.state import generators, tree
+from tmd_worker.state import generators, rng_memory, tree
 from tmd_worker.state.errors import StateMismatch
 
 _PYTHON_WORDS = 625
 #: The accelerator of the main thread; other threads start with device 0 as theirs.
 _device: int | None = None
+#: What was captured last, and what the generators looked like then.
+_last: tuple[object, RngState] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,9 +42,18 @@ def note_device() -> None:
 
 
 def capture() -> RngState:
-    """About 50 µs, most of it numpy's; more with tracked generators."""
+    """The same object as before if nothing has been drawn since: 4 µs. Else about 50 µs, most of it numpy's; more with tracked
+    generators, which are always asked, as the accelerator's is."""
+    global _last
+    torch_cpu = torch.get_rng_state()
+    seen = rng_memory.look() if _device is None and not generators.tracked else None
+    looks = None if seen is None else (seen, torch_cpu.numpy().tobytes())
+    if looks is not None and _last is not None and _last[0] == looks:
+        return _last[1]
     cuda = torch.cuda.get_rng_state(_device) if _device is not None else None
-    return RngState(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate(), generators.states())
+    state = RngState(torch_cpu, cuda, np.random.get_state(), random.getstate(), generators.states())
+    _last = None if looks is None else (looks, state)
+    return state
 
 
 def restore(state: RngState) -> None:
