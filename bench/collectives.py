@@ -6,6 +6,7 @@ A round runs each of the contestants a few times in a row; the order turns aroun
 the slowest rank for one call; the figures are medians over the rounds. CPU time is that of all ranks together. `bytes` is the
 size of what every rank ends with (all-reduce, broadcast, all-gather) or brings (reduce-scatter). Writes OUT, a list of
 {op, ranks, bytes, link, delta_ms, gloo_ms, ratio, delta_cpu_ms, gloo_cpu_ms}, ratio = gloo_ms / delta_ms, and a table beside it.
+`link`: "tcp" (loopback device), "unix" (sockets within the host) or "shm" (memory); gloo always uses TCP.
 
 Small sizes on a machine with fewer cores than ranks flatter tmd: gloo's threads spin there. Do not take those ratios elsewhere.
 """
@@ -44,7 +45,7 @@ OUT = Path("out/bench/collectives.json")
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 OPERATIONS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "barrier")
-LINKS = ("tcp", "unix")
+LINKS = ("tcp", "unix", "shm")
 #: A round moves about this much, so that short calls are many.
 ROUND_BYTES = 2 * MIB
 MAX_CALLS = 20

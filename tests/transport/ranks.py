@@ -24,13 +24,17 @@ from tmd.protocol.control import TransportName
 from tmd.protocol.membership import Member, Membership
 from tmd_worker import faults
 from tmd_worker.core.rank import Admission
-from tmd_worker.transport import shell
+from tmd_worker.transport import ports, shell
 from tmd_worker.transport.fabric import Fabric
 
 JOB_KEY = b"k" * 32
 DEADLINE_S = 60.0
 #: Tests that must hold whatever carries the collectives.
 BOTH = pytest.mark.parametrize("transport", ["delta", "gloo"])
+#: Tests that must hold whatever carries the collectives, and however tmd's own links do.
+ALL_WAYS = pytest.mark.parametrize(
+    ("transport", "links"), [("delta", "tcp"), ("delta", "unix"), ("delta", "shm"), ("gloo", "tcp")]
+)
 Body = Callable[["Rank"], Any]
 
 
@@ -155,12 +159,15 @@ def ranks(
     one_host: bool = False,
     address: str | None = None,
     transport: TransportName = "delta",
+    links: str | None = None,
 ) -> Iterator[list[Process]]:
     """`size` processes that run `body(rank)`; what it returns is the last message of each. Killed at the end, whatever happens.
 
     `live`: linked in epoch 0 before the body begins, with the default group made. `setup` runs before anything else. `one_host`:
-    all have the same address, `address` if it is given; otherwise each has its own, as on as many machines.
+    all have the same address, `address` if it is given; otherwise each has its own, as on as many machines. `links`: "unix" or
+    "shm", all on one host and linked in this way; "tcp", as on as many machines.
     """
+    one_host = one_host or links in ("unix", "shm")
     context = multiprocessing.get_context("fork")
     started: list[Process] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -168,7 +175,7 @@ def ranks(
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 host = address or f"127.0.0.{2 if one_host else rank + 2}"
-                arguments = (rank, size, theirs, host, f"{directory}/store", body, live, setup, transport)
+                arguments = (rank, size, theirs, host, f"{directory}/store", body, live, setup, transport, links)
                 process = context.Process(target=_run, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -210,9 +217,12 @@ def _run(
     live: bool,
     setup: Callable[[Rank], None] | None,
     transport: TransportName,
+    links: str | None,
 ) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     torch.set_num_threads(1)
+    if links is not None:
+        os.environ[ports.LOCAL_LINKS] = links
     try:
         me = Rank(rank, size, _Tagged(pipe), host, store_path, transport)  # type: ignore[arg-type]
         faults.rank = rank

@@ -36,8 +36,8 @@ def ask(to: Node, key: bytes = b"k" * 32, **changed: Any) -> Verdict:
         "peer_rank": to.rank,
     }
     hello = Hello(nonce=new_nonce(), **{**wanted, **changed})
-    sock, verdict = dial(to.member, key, hello, time.monotonic() + 5, lambda _: None)
-    sock.close()
+    connection, verdict = dial(to.member, key, hello, time.monotonic() + 5, lambda _: None)
+    connection.close()
     return verdict
 
 

@@ -18,16 +18,15 @@ from tmd_worker.transport.handshake import LINK, Hello, new_nonce
 
 
 def kinds_of_links(rank: Rank) -> set[str]:
-    return {
-        "nearby" if link.local[0].startswith("@") else "tcp" for links in rank.fabric.links().values() for link in links.values()
-    }
+    return {link.kind for links in rank.fabric.links().values() for link in links.values()}
 
 
 def test_the_address_decides_and_the_kind_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_ranks(3, kinds_of_links, one_host=True) == [{"nearby"}] * 3
+    assert run_ranks(3, kinds_of_links, one_host=True) == [{"unix", "shm"}] * 3
     assert run_ranks(3, kinds_of_links, one_host=False) == [{"tcp"}] * 3
-    monkeypatch.setenv(ports.LOCAL_LINKS, "tcp")
-    assert run_ranks(3, kinds_of_links, one_host=True) == [{"tcp"}] * 3
+    for kind in ("unix", "tcp"):
+        monkeypatch.setenv(ports.LOCAL_LINKS, kind)
+        assert run_ranks(3, kinds_of_links, one_host=True) == [{kind}] * 3
 
 
 def test_the_bits_do_not_depend_on_the_kind_of_link() -> None:
@@ -39,9 +38,8 @@ def test_the_bits_do_not_depend_on_the_kind_of_link() -> None:
             results.append(tensor.numpy().tobytes())
         return results
 
-    nearby, remote = run_ranks(4, body, one_host=True), run_ranks(4, body, one_host=False)
-    assert nearby == remote
-    assert all(one == nearby[0] for one in nearby)
+    results = [result for kind in ("tcp", "unix", "shm") for result in run_ranks(4, body, links=kind)]
+    assert all(result == results[0] for result in results)
 
 
 def test_an_address_that_exists_elsewhere_too_is_reached_through_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +64,8 @@ def test_a_stranger_who_finds_the_name_needs_the_key_as_well() -> None:
             dial(node.member, b"another key", hello, time.monotonic() + 5, lambda _: None, nearby=True)
 
 
-def test_a_killed_peer_is_noticed_at_once_by_those_who_wait_and_by_those_who_compute() -> None:
+@pytest.mark.parametrize("links", ["unix", "shm"])
+def test_a_killed_peer_is_noticed_at_once_by_those_who_wait_and_by_those_who_compute(links: str) -> None:
     def body(rank: Rank) -> Any:
         rank.tell("ready")
         if rank.rank == 2:
@@ -76,7 +75,7 @@ def test_a_killed_peer_is_noticed_at_once_by_those_who_wait_and_by_those_who_com
         assert work is None or work.get_future().wait() is not None
         return time.monotonic(), rank.events.broken
 
-    with ranks(3, body, one_host=True) as processes:
+    with ranks(3, body, links=links) as processes:
         for process in processes:
             assert process.hear() == "ready"
         killed_s = time.monotonic()
@@ -88,9 +87,13 @@ def test_a_killed_peer_is_noticed_at_once_by_those_who_wait_and_by_those_who_com
     assert any(peer == 2 for _, broken in results for _, peer, _, _ in broken)
 
 
-def test_whoever_stops_reading_to_give_up_is_not_taken_for_dead_by_those_who_send() -> None:
+@pytest.mark.parametrize("links", ["unix", "shm"])
+def test_whoever_stops_reading_to_give_up_is_not_taken_for_dead_by_those_who_send(
+    links: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """1. Rank 1 sends more than the connection takes. 2. Rank 0 gives up, and ceases to read before it can say STOP. 3. Its STOP
     is waited for."""
+    monkeypatch.setenv(ports.LOCAL_LINKS, links)
     for _ in range(10):
         with mesh(2) as made:
             options = dist.BroadcastOptions()

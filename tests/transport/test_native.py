@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.transport.mesh import Mesh, mesh, wait_until
+from tests.transport.ends import FRAME, in_thread, swap, swap_into, two_ends
+from tests.transport.mesh import mesh, wait_until
 from tests.transport.ranks import Rank, ranks, run_ranks
 from tmd_worker.native import building, library
-from tmd_worker.transport.link import Link, LinkEnded
-from tmd_worker.transport.native import exchange
+from tmd_worker.transport import ports
+from tmd_worker.transport.link import LinkEnded
 from tmd_worker.transport.wire import HEADER, MAGIC, STOP_FRAME, Desync, Kind
 
 #: Through the tree, around the ring with segments in one frame, with empty ones, and with several frames each.
@@ -31,6 +31,13 @@ def _loaded() -> None:
     """Before any process is forked: compiling takes a while."""
     loaded = library.core()
     assert loaded.library is not None, f"these tests need the native core: {loaded.description}"
+
+
+@pytest.fixture(params=["unix", "shm"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the ranks of a mesh are linked."""
+    monkeypatch.setenv(ports.LOCAL_LINKS, request.param)
+    return str(request.param)
 
 
 def without_core() -> library.Core:
@@ -66,68 +73,22 @@ def hash_of(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_native_python_and_mixed_groups_get_the_same_bits(size: int) -> None:
+@pytest.mark.parametrize(("size", "links"), [(2, "tcp"), (2, "shm"), (3, "tcp"), (5, "tcp"), (5, "shm")])
+def test_native_python_and_mixed_groups_get_the_same_bits(size: int, links: str) -> None:
     def with_core_on(native: Callable[[int], bool]) -> list[list[str]]:
         def setup(rank: Rank) -> None:
             if not native(rank.rank):
                 library.core = without_core  # type: ignore[assignment]
 
-        return run_ranks(size, digests, setup=setup)
+        return run_ranks(size, digests, setup=setup, links=links)
 
     everywhere = with_core_on(lambda rank: True)
     assert everywhere == with_core_on(lambda rank: False)
     assert everywhere == with_core_on(lambda rank: rank % 2 == 0)
 
 
-def two_ends(made: Mesh) -> tuple[Link, Link]:
-    """Rank 0's and rank 1's end of their link in the group of all ranks."""
-    tables = [node.fabric._groups["world"].table for node in made.nodes]
-    assert tables[0] is not None
-    assert tables[1] is not None
-    return tables[0].links[1], tables[1].links[0]
-
-
-def in_thread(action: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """`action` in a thread; afterwards the list holds what it returned, or the exception."""
-    result: list[Any] = []
-
-    def run() -> None:
-        try:
-            result.append(action())
-        except Exception as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, result
-
-
-def swap(link: Link, outgoing: list[int], incoming: list[int]) -> bytearray:
-    """A native exchange over one link, of frames with these sizes; returns what was received, all in one."""
-    room = bytearray(b"\xaa" * sum(incoming))
-    swap_into(link, outgoing, incoming, room)
-    return room
-
-
-def swap_into(link: Link, outgoing: list[int], incoming: list[int], room: bytearray) -> None:
-    view, start, places = memoryview(room), 0, []
-    for size in incoming:
-        places.append(view[start : start + size])
-        start += size
-    link.hold()
-    try:
-        with link.tx_lock:
-            assert exchange(link, [memoryview(bytearray(size)) for size in outgoing], link, places, 0)
-    finally:
-        link.release()
-
-
-FRAME = 1 << 20
-
-
 @pytest.mark.parametrize(("outgoing", "incoming"), [([], [1000]), ([FRAME] * 40, [FRAME]), ([FRAME] * 40, [])])
-def test_another_thread_wakes_it_at_once(outgoing: list[int], incoming: list[int]) -> None:
+def test_another_thread_wakes_it_at_once(outgoing: list[int], incoming: list[int], links: str) -> None:
     """It waits for data, for both directions, or (behind what fills the connection) for room."""
     with mesh(2) as made:
         link, _ = two_ends(made)
@@ -139,7 +100,8 @@ def test_another_thread_wakes_it_at_once(outgoing: list[int], incoming: list[int
         assert isinstance(result[0], LinkEnded)
 
 
-def test_a_peer_that_is_killed_ends_an_exchange_at_once() -> None:
+@pytest.mark.parametrize("links", ["tcp", "unix", "shm"])
+def test_a_peer_that_is_killed_ends_an_exchange_at_once(links: str) -> None:
     def body(rank: Rank) -> Any:
         rank.events.link_broken = lambda *_, **__: None  # type: ignore[method-assign]
         table = next(group.table for name, group in rank.fabric._groups.items() if not name.startswith("tmd."))
@@ -151,7 +113,7 @@ def test_a_peer_that_is_killed_ends_an_exchange_at_once() -> None:
             swap(table.links[1 - rank.rank], [], [FRAME])
         return time.monotonic(), caught.value.orderly, str(caught.value)
 
-    with ranks(2, body) as processes:
+    with ranks(2, body, links=links) as processes:
         assert [process.hear() for process in processes] == ["ready", "ready"]
         killed_s = time.monotonic()
         processes[1].kill()
@@ -162,38 +124,38 @@ def test_a_peer_that_is_killed_ends_an_exchange_at_once() -> None:
 
 
 @pytest.mark.parametrize("size", [100, 100_000])
-def test_a_payload_behind_an_unexpected_header_reaches_no_memory(size: int) -> None:
+def test_a_payload_behind_an_unexpected_header_reaches_no_memory(size: int, links: str) -> None:
     with mesh(2) as made:
         mine, theirs = two_ends(made)
-        theirs.sock.sendall(HEADER.pack(MAGIC, Kind.DATA, 0, 0, size - 1) + b"\x7f" * (size - 1))
+        theirs.stream.write([HEADER.pack(MAGIC, Kind.DATA, 0, 0, size - 1) + b"\x7f" * (size - 1)])
         room = bytearray(b"\xaa" * size)
         with pytest.raises(Desync, match=f"got DATA frame 0 of {size - 1} bytes, expected DATA frame 0 of {size} bytes"):
             swap_into(mine, [], [size], room)
         assert set(room) == {0xAA}
 
 
-def test_a_stale_epoch_ends_the_link() -> None:
+def test_a_stale_epoch_ends_the_link(links: str) -> None:
     with mesh(2) as made:
         mine, theirs = two_ends(made)
-        theirs.sock.sendall(HEADER.pack(MAGIC, Kind.DATA, 7, 0, 10) + bytes(10))
+        theirs.stream.write([HEADER.pack(MAGIC, Kind.DATA, 7, 0, 10) + bytes(10)])
         with pytest.raises(LinkEnded, match="sent a frame of epoch 7 in epoch 0"):
             swap(mine, [], [10])
 
 
 @pytest.mark.parametrize("begun", [b"", HEADER.pack(MAGIC, Kind.DATA, 0, 0, 300_000) + bytes(1000)])
-def test_a_stop_is_heard_between_frames_and_behind_half_a_frame(begun: bytes) -> None:
+def test_a_stop_is_heard_between_frames_and_behind_half_a_frame(begun: bytes, links: str) -> None:
     with mesh(2) as made:
         mine, theirs = two_ends(made)
         for node in made.nodes:
             node.events.link_broken = lambda *_, **__: None  # type: ignore[method-assign]
-        theirs.sock.sendall(begun + STOP_FRAME)
+        theirs.stream.write([begun + STOP_FRAME])
         theirs.shut()
         with pytest.raises(LinkEnded) as caught:
             swap(mine, [], [300_000])
         assert caught.value.orderly
 
 
-def test_a_peer_that_stays_silent_is_given_up_after_the_links_timeout() -> None:
+def test_a_peer_that_stays_silent_is_given_up_after_the_links_timeout(links: str) -> None:
     with mesh(2) as made:
         link, _ = two_ends(made)
         link.set_timeout(0.05)

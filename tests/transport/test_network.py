@@ -38,7 +38,7 @@ def dial_to(host: str, port: int, deadline_s: float = 5.0) -> str:
 # -------------------------------------------------------------------- IPv6
 
 
-@pytest.mark.parametrize("links", ["unix", "tcp"])
+@pytest.mark.parametrize("links", ["shm", "unix", "tcp"])
 def test_ranks_train_over_ipv6_with_the_bits_of_ipv4(links: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ports.LOCAL_LINKS, links)
 
@@ -50,7 +50,7 @@ def test_ranks_train_over_ipv6_with_the_bits_of_ipv4(links: str, monkeypatch: py
 
     over_ipv6 = run_ranks(3, body, address="::1")
     over_ipv4 = run_ranks(3, body, address=HOST)
-    assert [ends for ends, _ in over_ipv6] == [{"within the host" if links == "unix" else "::1"}] * 3
+    assert [ends for ends, _ in over_ipv6] == [{"::1" if links == "tcp" else "within the host"}] * 3
     assert {bits for _, bits in over_ipv6} == {bits for _, bits in over_ipv4}
 
 
@@ -158,5 +158,5 @@ def test_both_ends_of_every_link_ask_whether_the_other_host_lives(monkeypatch: p
         links = [link for node in made.nodes if node.fabric._standing.live for link in node.fabric._standing.live.all_links()]
         assert len(links) == 2 * len(made.nodes[0].fabric.links())
         for link in links:
-            assert link.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            assert [link.sock.getsockopt(socket.IPPROTO_TCP, option) for option in TCP_OPTIONS] == [10, 5, 4, 0]
+            assert link.stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert [link.stream.sock.getsockopt(socket.IPPROTO_TCP, option) for option in TCP_OPTIONS] == [10, 5, 4, 0]

@@ -28,7 +28,8 @@ def all_reduce(node: Node, tensor: torch.Tensor) -> Any:
     return node.world.allreduce([tensor], dist.AllreduceOptions())
 
 
-def test_a_rank_killed_in_the_middle_of_a_frame() -> None:
+@pytest.mark.parametrize("links", ["tcp", "unix", "shm"])
+def test_a_rank_killed_in_the_middle_of_a_frame(links: str) -> None:
     """1. Rank 2 dies with half of a payload sent. 2. The others' works end, each sees a broken link or a STOP. 3. wait raises."""
 
     def setup(rank: Rank) -> None:
@@ -45,7 +46,7 @@ def test_a_rank_killed_in_the_middle_of_a_frame() -> None:
                 raised += 1
         return raised, all(work.get_future().done() for work in works), rank.events.broken
 
-    with ranks(4, body, setup=setup) as processes:
+    with ranks(4, body, setup=setup, links=links) as processes:
         results = {rank: processes[rank].hear() for rank in SURVIVORS}
     for raised, done, broken in results.values():
         assert raised >= 1
@@ -212,7 +213,7 @@ def frame(made: Mesh, epoch: int, *, kind: Kind = Kind.DATA, sequence: int = 0, 
     mine = made.nodes[0].fabric._groups["world"].table
     assert theirs is not None
     assert mine is not None
-    theirs.links[0].sock.sendall(HEADER.pack(MAGIC, kind, epoch, sequence, size) + b"\x7f" * size)
+    theirs.links[0].stream.write([HEADER.pack(MAGIC, kind, epoch, sequence, size) + b"\x7f" * size])
     return made.nodes[0], mine.links[1]
 
 
@@ -329,7 +330,7 @@ def test_the_end_of_a_link_wakes_a_blocking_reader_that_is_interrupted() -> None
             made.nodes[0].events.poison(0, "test")
 
         together([0, 1], lambda number: (read, interrupt)[number](number))
-        assert link.sock.fileno() == -1
+        assert link.stream.sock.fileno() == -1
 
 
 def test_a_process_forked_from_a_rank_does_not_keep_its_links_alive() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.transport.conformance import summation
 from tests.transport.conformance.cases import Case, laid_out, plain, random_case, same_bits
 from tests.transport.conformance.operations import OPERATIONS, Run
-from tests.transport.ranks import BOTH, Rank, run_ranks
+from tests.transport.ranks import ALL_WAYS, BOTH, Rank, run_ranks
 from tmd.protocol.control import TransportName
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_coalesced. will be deprecated:FutureWarning")
@@ -36,9 +36,9 @@ def differences(case: Case, group: Any, twin: Any) -> list[str]:
     return [f"{case}: outputs {wrong}"] if wrong else []
 
 
-@BOTH
+@ALL_WAYS
 @pytest.mark.parametrize("size", list(ROUNDS))
-def test_every_operation_yields_what_it_yields_on_gloo(size: int, transport: TransportName) -> None:
+def test_every_operation_yields_what_it_yields_on_gloo(size: int, transport: TransportName, links: str) -> None:
     def body(rank: Rank) -> list[str]:
         twin = dist.new_group(backend="gloo")
         wrong = []
@@ -49,11 +49,11 @@ def test_every_operation_yields_what_it_yields_on_gloo(size: int, transport: Tra
                 wrong += differences(case, dist.group.WORLD, twin)
         return wrong
 
-    assert run_ranks(size, body, transport=transport) == [[]] * size
+    assert run_ranks(size, body, transport=transport, links=links) == [[]] * size
 
 
-@BOTH
-def test_sub_groups_late_and_nested_ones_and_what_is_left_when_one_is_destroyed(transport: TransportName) -> None:
+@ALL_WAYS
+def test_sub_groups_late_and_nested_ones_and_what_is_left_when_one_is_destroyed(transport: TransportName, links: str) -> None:
     """Groups of some of the ranks, made between collectives; groups within groups; collectives of several at the same time."""
 
     def body(rank: Rank) -> list[str]:
@@ -72,11 +72,12 @@ def test_sub_groups_late_and_nested_ones_and_what_is_left_when_one_is_destroyed(
                 dist.destroy_process_group(group)
         return wrong
 
-    assert run_ranks(5, body, transport=transport) == [[]] * 5
+    assert run_ranks(5, body, transport=transport, links=links) == [[]] * 5
 
 
+@pytest.mark.parametrize("links", ["tcp", "shm"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_messages_of_64_mib(size: int) -> None:
+def test_messages_of_64_mib(size: int, links: str) -> None:
     names = ["all_reduce", "all_to_all_single", "gather"] if size == 2 else ["all_reduce"]
 
     def body(rank: Rank) -> list[str]:
@@ -87,11 +88,12 @@ def test_messages_of_64_mib(size: int) -> None:
             wrong += differences(Case(number, name, elements, torch.float32, "SUM", size - 1, "plain"), dist.group.WORLD, twin)
         return wrong
 
-    assert run_ranks(size, body) == [[]] * size
+    assert run_ranks(size, body, links=links) == [[]] * size
 
 
+@pytest.mark.parametrize("links", ["tcp", "shm"])
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_float_sums_have_the_bits_of_the_documented_order(size: int) -> None:
+def test_float_sums_have_the_bits_of_the_documented_order(size: int, links: str) -> None:
     def body(rank: Rank) -> list[str]:
         wrong = []
         for dtype in (
@@ -111,7 +113,7 @@ def test_float_sums_have_the_bits_of_the_documented_order(size: int) -> None:
                 wrong += scattered_sum(rank.rank, parts)
         return wrong
 
-    assert run_ranks(size, body) == [[]] * size
+    assert run_ranks(size, body, links=links) == [[]] * size
 
 
 def scattered_sum(rank: int, parts: list[Tensor]) -> list[str]:

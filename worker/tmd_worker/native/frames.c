@@ -1,12 +1,11 @@
 /* One frame at a time on one link: header (see transport/wire.py), then payload. */
 
-#include "native.h"
+#include "stream.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 
 enum {
     /* What is combined goes through a buffer that stays in the processor's cache. */
@@ -52,10 +51,7 @@ int tmd_push(tmd_sender *sender, uint32_t epoch, uint8_t kind, tmd_outcome *outc
         payload_left = frame->bytes;
     }
     if (payload_left) parts[number++] = (struct iovec){frame->at + frame->bytes - payload_left, payload_left};
-    struct msghdr message = {.msg_iov = parts, .msg_iovlen = number};
-    ssize_t count;
-    do count = sendmsg(link->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    while (count < 0 && errno == EINTR);
+    ssize_t count = tmd_put(link, parts, number);
     if (count < 0) {
         if (errno != EAGAIN && errno != EWOULDBLOCK) return tmd_end(outcome, TMD_SEND_FAILED, link, errno);
         sender->full = 1;
@@ -70,12 +66,10 @@ int tmd_push(tmd_sender *sender, uint32_t epoch, uint8_t kind, tmd_outcome *outc
    might not come. */
 static ssize_t take(tmd_receiver *receiver, void *into, size_t bytes, int wait, tmd_outcome *outcome) {
     tmd_link *link = receiver->link;
-    ssize_t count;
     int flags = !wait ? MSG_DONTWAIT : receiver->filled < TMD_HEADER_BYTES ? 0 : MSG_WAITALL;
-    do count = recv(link->fd, into, bytes, flags);
-    while (count < 0 && errno == EINTR);
+    ssize_t count = tmd_get(link, into, bytes, flags);
     if (count > 0) return count;
-    outcome->stopped = memcmp(receiver->last, stop_frame, TMD_HEADER_BYTES) == 0;
+    outcome->stopped = link->stopped || memcmp(receiver->last, stop_frame, TMD_HEADER_BYTES) == 0;
     if (count == 0) return tmd_end(outcome, TMD_CLOSED, link, 0);
     if (errno != EAGAIN && errno != EWOULDBLOCK) return tmd_end(outcome, TMD_RECEIVE_FAILED, link, errno);
     return wait ? tmd_end(outcome, TMD_SILENT, link, 0) : 0;

@@ -23,6 +23,8 @@ class LinkState(ctypes.Structure):
         ("received", ctypes.c_uint64),
         ("unsent", ctypes.c_uint64),
         ("timeout_ms", ctypes.c_int64),
+        ("shared", ctypes.c_void_p),
+        ("stopped", ctypes.c_int32),
     )
     fd: int
     ending: int
@@ -30,6 +32,8 @@ class LinkState(ctypes.Structure):
     received: int
     unsent: int
     timeout_ms: int
+    shared: int | None
+    stopped: int
 
 
 class Frame(ctypes.Structure):
@@ -74,6 +78,12 @@ _SIGNATURES = {
     "tmd_ring": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT, _INT, _INT, _INT, _INT, _INT, _U32, _ADDRESS),
     "tmd_tree": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _U32, _INT, _INT, _INT, _U32, _ADDRESS),
     "tmd_broadcast": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _U64, _U32, _ADDRESS),
+    "tmd_write": (_ADDRESS, _ADDRESS, _SIZE),
+    "tmd_read": (_ADDRESS, _ADDRESS, _SIZE, _INT),
+    "tmd_wait": (_ADDRESS, _ADDRESS, _SIZE, ctypes.c_int64),
+    "tmd_shared_create": (_U64, _ADDRESS),
+    "tmd_shared_attach": (_INT, _U64, _ADDRESS),
+    "tmd_shared_release": (_ADDRESS,),
     "tmd_combine_once": (_INT, _INT, _ADDRESS, _ADDRESS, _SIZE, _INT),
 }
 

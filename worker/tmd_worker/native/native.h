@@ -14,14 +14,20 @@
 #define TMD_API __attribute__((visibility("default")))
 
 enum { TMD_HEADER_BYTES = 24, TMD_MAX_PAYLOAD_BYTES = 1 << 20, TMD_KIND_DATA = 1, TMD_KIND_STOP = 2, TMD_MAX_SENDERS = 8 };
+enum { TMD_MAX_POLLED = TMD_MAX_SENDERS + 1 };
+
+/* One end's view of the memory that carries a link's bytes. */
+typedef struct tmd_shared tmd_shared;
 
 /* One end of a connection. */
 typedef struct {
-    int32_t fd;
+    int32_t fd;              /* -1 once it is closed */
     _Atomic int32_t ending;  /* another thread closes the link: send nothing more */
     uint64_t sent, received; /* frames so far, per direction */
     uint64_t unsent;         /* bytes of the current outgoing frame that have not left */
-    int64_t timeout_ms;      /* how long to wait without any progress; 0: for ever */
+    int64_t timeout_ms;      /* how long to wait without any progress; 0: for ever. The socket's own timeout is the same */
+    tmd_shared *shared;      /* NULL: the socket carries the bytes */
+    _Atomic int32_t stopped; /* the peer's STOP was read from the socket beside the memory */
 } tmd_link;
 
 /* Why a call came back. */
@@ -45,7 +51,7 @@ typedef struct {
     int32_t error;           /* errno */
     uint64_t link;           /* address of the tmd_link concerned */
     uint32_t expected_bytes;
-    int32_t stopped;         /* the last bytes received were a STOP */
+    _Atomic int32_t stopped; /* the last bytes received were a STOP */
     uint8_t header[TMD_HEADER_BYTES];
 } tmd_outcome;
 
@@ -78,7 +84,7 @@ typedef struct {
     size_t count, lead;
     size_t done;
     uint8_t header[TMD_HEADER_BYTES];
-    int full; /* the kernel takes no more for now */
+    int full; /* the link takes no more for now */
 } tmd_sender;
 
 /* The frames from one link, received in order. */

@@ -1,6 +1,6 @@
 /* Frames in both directions at once, in one thread: whichever direction can go on goes on. */
 
-#include "native.h"
+#include "stream.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -11,7 +11,7 @@ static int may_send(const tmd_sender *sender, const tmd_receiver *receiver) {
     return sender->done < sender->count && sender->done < sender->lead + receiver->done;
 }
 
-/* Sends until the kernel takes no more, or the next frame is not there yet. 1: something left. */
+/* Sends until the links take no more, or the next frame is not there yet. 1: something left. */
 static int send_all(tmd_sender *senders, size_t n, const tmd_receiver *receiver, uint32_t epoch, uint8_t kind, tmd_outcome *outcome) {
     int moved = 0;
     for (size_t i = 0; i < n; i++) {
@@ -25,32 +25,31 @@ static int send_all(tmd_sender *senders, size_t n, const tmd_receiver *receiver,
 
 /* Waits until one direction can go on. */
 static int wait_for_any(tmd_sender *senders, size_t n, const tmd_receiver *receiver, tmd_outcome *outcome) {
-    struct pollfd polled[TMD_MAX_SENDERS + 1];
+    tmd_link *links[TMD_MAX_POLLED];
+    short events[TMD_MAX_POLLED];
     tmd_sender *sending[TMD_MAX_SENDERS];
-    nfds_t number = 0;
-    const tmd_link *patient = NULL;
+    size_t number = 0;
     for (size_t i = 0; i < n; i++) {
         if (!may_send(&senders[i], receiver)) continue;
         sending[number] = &senders[i];
-        patient = senders[i].link;
-        polled[number++] = (struct pollfd){.fd = patient->fd, .events = POLLOUT | POLLRDHUP};
+        links[number] = senders[i].link;
+        events[number++] = POLLOUT | POLLRDHUP;
     }
-    nfds_t sends = number;
+    size_t sends = number;
     int receiving = receiver->done < receiver->count;
     if (receiving) {
-        patient = receiver->link;
-        polled[number++] = (struct pollfd){.fd = patient->fd, .events = POLLIN};
+        links[number] = receiver->link;
+        events[number++] = POLLIN;
     }
-    int ready;
-    do ready = poll(polled, number, patient->timeout_ms ? (int)patient->timeout_ms : -1);
-    while (ready < 0 && errno == EINTR);
+    const tmd_link *patient = links[number - 1];
+    int ready = tmd_wait(links, events, number, patient->timeout_ms);
     if (ready < 0) return tmd_end(outcome, TMD_RECEIVE_FAILED, patient, errno);
     if (ready == 0) return tmd_end(outcome, receiving ? TMD_STUCK : TMD_NO_ROOM, patient, 0);
-    for (nfds_t i = 0; i < sends; i++) {
+    for (size_t i = 0; i < sends; i++) {
         /* A peer that went away may have left something to read first: its last words. */
-        int unread = receiving && sending[i]->link == receiver->link && polled[sends].revents & POLLIN;
-        if (polled[i].revents & HANG_UP && !unread) return tmd_end(outcome, TMD_HUNG_UP, sending[i]->link, 0);
-        if (polled[i].revents & POLLOUT) sending[i]->full = 0;
+        int unread = receiving && sending[i]->link == receiver->link && events[sends] & POLLIN;
+        if (events[i] & HANG_UP && !unread) return tmd_end(outcome, TMD_HUNG_UP, sending[i]->link, 0);
+        if (events[i] & POLLOUT) sending[i]->full = 0;
     }
     return 0;
 }

@@ -30,7 +30,7 @@ class CallingGroup(dist.ProcessGroup):
     def __init__(self, owner: Fabric, rank: int, ranks: tuple[int, ...], timeout_s: float) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self._fabric = owner
-        self._group = Group("", ranks, timeout_s, carried=owner.transport != "delta")
+        self._group = Group("", ranks, timeout_s, carried=owner.transport != "delta", shares=True)
         self._group.rank = rank
         #: The works since _start_coalescing.
         self._batch: list[TmdWork] | None = None

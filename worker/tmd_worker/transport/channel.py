@@ -38,8 +38,8 @@ _NEWS_STEP_S = 0.005
 class PairHost(Guard, Protocol):
     """What pairs need of the fabric."""
 
-    def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt) -> Link:
-        """Blocks until the peer wants to talk too. Raises LinkError or Cancelled."""
+    def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt, *, shares: bool) -> Link:
+        """Blocks until the peer wants to talk too. `shares`: see Group. Raises LinkError or Cancelled."""
 
     def opening_failed(self, epoch: int, error: LinkError) -> None:
         """Tells the runtime that a link of this epoch could not be opened, unless the epoch is over."""

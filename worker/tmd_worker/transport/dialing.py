@@ -7,9 +7,13 @@ import socket
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from tmd.protocol.membership import Member
 from tmd_worker.transport import handshake, network
+from tmd_worker.transport.connection import Connection
 from tmd_worker.transport.handshake import Hello, Verdict
+from tmd_worker.transport.segment import RING_BYTES, Offer
 
 
 class LinkError(ConnectionError):
@@ -32,11 +36,12 @@ def dial(
     on_socket: Callable[[socket.socket], None],
     *,
     nearby: bool = False,
-) -> tuple[socket.socket, Verdict]:
+    offer: Offer | None = None,
+) -> tuple[Connection, Verdict]:
     """One attempt. `deadline_s` is a moment of time.monotonic(). `on_socket` learns of the socket before anything can block.
 
-    `nearby`: the member has this host's address; if it really is on this host, the connection does not go through the network.
-    The socket is of use only if the verdict is ok. Raises LinkError.
+    `nearby`: the member has this host's address; if it really is on this host, the connection does not go through the network,
+    and what `offer` holds, if anything, is offered. The connection is of use only if the verdict is ok. Raises LinkError.
     """
     reached = _reach_nearby(handshake.nearby_name(key, member.host, member.port), on_socket) if nearby else None
     sock = reached or socket.socket(network.family(member.host), socket.SOCK_STREAM)
@@ -51,7 +56,13 @@ def dial(
         greeted = _receive(sock, handshake.GREETING_BYTES, deadline_s)
         if not greeted.startswith(handshake.GREETING):
             raise handshake.HandshakeRefused("something else than tmd answers there")
-        sock.sendall(handshake.seal_hello(key, greeted, hello))
+        if reached is not None and offer is not None and offer.make():
+            hello = msgspec.structs.replace(hello, ring_bytes=RING_BYTES)
+            sealed = handshake.seal_hello(key, greeted, hello)
+            socket.send_fds(sock, [sealed[:1]], [offer.descriptor])
+            sock.sendall(sealed[1:])
+        else:
+            sock.sendall(handshake.seal_hello(key, greeted, hello))
         size = handshake.body_bytes(_receive(sock, handshake.LENGTH.size, deadline_s))
         sealed = _receive(sock, size + handshake.MAC_BYTES, deadline_s)
         verdict = handshake.open_verdict(key, greeted, hello, sealed[:size], sealed[size:])
@@ -62,7 +73,7 @@ def dial(
     except BaseException:
         sock.close()
         raise
-    return sock, verdict
+    return Connection(sock, offer.taken() if offer is not None and verdict.shared else None), verdict
 
 
 def _why(error: OSError | handshake.HandshakeRefused, *, connected: bool) -> str:

@@ -62,22 +62,21 @@ class LinkSet:
 
     def open_for(self, groups: list[Group], opener: Opener, attempt: Attempt) -> int:
         """Opens what these groups need and adds it; returns how many links. Raises LinkError or Cancelled."""
-        wanted = {group.name: group.neighbours() for group in groups}
         requests = [
-            LinkRequest(name, peer, self.membership.members[peer])
-            for name, peers in wanted.items()
-            for peer in sorted(peers)
+            LinkRequest(group.name, peer, self.membership.members[peer], group.shares)
+            for group in groups
+            for peer in sorted(group.neighbours())
             if self.only is None or peer in self.only
         ]
-        sockets = opener.open(requests, self.rank, attempt)
+        connections = opener.open(requests, self.rank, attempt)
         timeouts_s = {group.name: group.timeout_s for group in groups}
-        opened: dict[str, dict[int, Link]] = {name: {} for name in wanted}
-        for request, sock in sockets.items():
-            link = Link(sock, peer=request.peer, epoch=self.epoch, timeout_s=timeouts_s[request.group])
+        opened: dict[str, dict[int, Link]] = {group.name: {} for group in groups}
+        for request, connection in connections.items():
+            link = Link(connection, peer=request.peer, epoch=self.epoch, timeout_s=timeouts_s[request.group])
             link.ignored = self.staged
             opened[request.group][request.peer] = link
         self.links.update(opened)
-        return len(sockets)
+        return len(connections)
 
     def reopened(self, before: LinkSet) -> int:
         """How many links of `before` to processes that are still members were opened anew. Both ends of a link count it."""

@@ -6,7 +6,8 @@ import select
 from collections.abc import Callable
 
 from tmd_worker.transport import native
-from tmd_worker.transport.link import HANG_UP, Link, LinkEnded
+from tmd_worker.transport.link import Link, LinkEnded
+from tmd_worker.transport.stream import HANG_UP, Stream, wait_for
 from tmd_worker.transport.wire import Kind
 
 
@@ -88,18 +89,15 @@ class _Exchange:
         return True
 
     def _wait(self) -> None:
-        poll = select.poll()
-        wanted: dict[int, int] = {}
+        wanted: dict[Stream, int] = {}
         if not self._done_sending():
-            wanted[self._out.fd] = select.POLLOUT | select.POLLRDHUP
+            wanted[self._out.stream] = select.POLLOUT | select.POLLRDHUP
         if self._arrived < len(self._incoming):
-            wanted[self._source.fd] = wanted.get(self._source.fd, 0) | select.POLLIN
-        for fd, events in wanted.items():
-            poll.register(fd, events)
+            wanted[self._source.stream] = wanted.get(self._source.stream, 0) | select.POLLIN
         timeout_s = self._source.timeout_s
-        ready = poll.poll(timeout_s * 1000 if timeout_s else None)
+        ready = dict(zip(wanted, wait_for(list(wanted), list(wanted.values()), timeout_s), strict=False))
         if not ready:
             raise LinkEnded(self._source, f"neither took nor sent data for {timeout_s:.0f} s")
-        for fd, events in ready:
-            if fd == self._out.fd and events & HANG_UP and not events & select.POLLIN:
-                raise self._out.ended("hung up")
+        events = ready.get(self._out.stream, 0)
+        if events & HANG_UP and not events & select.POLLIN:
+            raise self._out.ended("hung up")

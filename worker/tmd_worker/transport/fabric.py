@@ -361,14 +361,14 @@ class Fabric:
             self._threads.append(thread)
             thread.start()
 
-    def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt) -> Link:
-        """The link of its own that send/recv between two members of a group use. Raises LinkError or Cancelled."""
+    def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt, *, shares: bool) -> Link:
+        """A link between two members of a group for send/recv or all-to-all alone. Raises LinkError or Cancelled."""
         with self._lock:
             live = self._standing.live
         if live is None or live.epoch != attempt.epoch:
             raise Cancelled(f"epoch {attempt.epoch} is closed")
         links = LinkSet(live.membership, live.rank, only=frozenset({peer}))
-        pair = Group(label, group.ranks, group.timeout_s, lambda _, size: set(range(size)))
+        pair = Group(label, group.ranks, group.timeout_s, lambda _, size: set(range(size)), shares=shares)
         pair.take_role(live.rank)
         with self._attempting(attempt):
             links.open_for([pair], self._ports.opener, attempt)
@@ -400,7 +400,7 @@ class Fabric:
             live = self._standing.live
             links = list(live.all_links()) if live is not None else []
         if links:
-            links[-1].sock.shutdown(socket.SHUT_RDWR)
+            links[-1].stream.shut(socket.SHUT_RDWR)
 
     def close_copies(self) -> None:
         """In a forked child: an inherited descriptor would keep the peers from noticing that this process died."""

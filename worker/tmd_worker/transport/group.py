@@ -85,6 +85,7 @@ class Group:
         neighbours: Callable[[int, int], set[int]] = collective_neighbours,
         *,
         carried: bool = False,
+        shares: bool = False,
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -92,6 +93,8 @@ class Group:
         self.size = len(ranks)
         #: Its collectives are carried by an inner group, not by links of its own.
         self.carried = carried and self.size > 1
+        #: Its links go through memory where both ends are on one host. One thread uses them, whichever way it sends or receives.
+        self.shares = shares
         #: This process's place in the group.
         self.rank = 0
         #: The live links, or None: replaced as a whole, so an operation that has begun keeps its own.

@@ -43,6 +43,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     epoch: int = -1
     rank: int = -1
     peer_rank: int = -1
+    #: Each direction of the memory that comes along with this, as a descriptor; 0: none does.
+    ring_bytes: int = 0
     fields: dict[str, Any] = {}
 
 
@@ -51,6 +53,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     answer: Literal["ok", "retry", "refused"]
     reason: str = ""
+    #: The memory that came along will carry the frames.
+    shared: bool = False
 
 
 def nearby_name(key: bytes, host: str, port: int) -> bytes:

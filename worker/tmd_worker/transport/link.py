@@ -2,22 +2,21 @@
 
 Contract: at most one thread reads a link at a time, and it declares itself with `hold`/`release`; whoever sends has
 `tx_lock`. `interrupt`, `say_stop` and `shut` may come from any thread at any time: a thread that waits on the link wakes up with
-LinkEnded, and the descriptor is closed only once nobody uses it, so a number that was reused is never touched.
+LinkEnded, and the stream below is closed only once nobody uses it, so neither a descriptor that was reused nor memory that was
+given back is ever touched.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 import select
 import socket
-import struct
 import threading
-from typing import Any
 
 from tmd_worker import faults
-from tmd_worker.native.library import LinkState
+from tmd_worker.transport.connection import Connection
+from tmd_worker.transport.stream import HANG_UP, Buffer, stream_of, wait_for
 from tmd_worker.transport.wire import (
     HEADER,
     HEADER_BYTES,
@@ -29,19 +28,12 @@ from tmd_worker.transport.wire import (
     check_header,
 )
 
-Buffer = bytes | bytearray | memoryview
-
 #: How long closing waits for a thread in the middle of a frame to get out of it.
 SEND_PATIENCE_S = 0.05
 #: How long the last words of a nearby peer, which has ceased to read, are waited for.
 LAST_WORDS_S = 0.5
-#: Of a TCP connection (the kernel doubles it). It must stay below what the peer's kernel takes unread: left to grow, it closed
-#: the peer's window again and again, and each time the transfer stood still until a delayed acknowledgement or a probe.
-SEND_BUFFER_BYTES = 256 << 10
 #: Room before a staged payload: the header ends where an aligned payload begins.
 _LEAD_BYTES = 64 - HEADER_BYTES
-_NO_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 class LinkEnded(Exception):
@@ -55,11 +47,13 @@ class LinkEnded(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinkInfo:
-    """A link as the operating system sees it: host and port of both ends, or (between processes of one host) "@name" and 0."""
+    """A link as the operating system sees it: host and port of both ends, or (between processes of one host) "@name" and 0.
+    `kind`: "tcp", "unix" or "shm"."""
 
     fd: int
     local: tuple[str, int]
     remote: tuple[str, int]
+    kind: str
 
 
 class Link:
@@ -71,52 +65,42 @@ class Link:
         "_filled",
         "_head",
         "_head_view",
-        "_nearby",
         "_out",
         "_payload",
         "_shut",
         "_staging",
         "_staging_view",
+        "_using",
         "address",
         "epoch",
         "fd",
         "held",
         "ignored",
-        "local",
         "peer",
-        "remote",
         "saw_stop",
-        "sock",
         "state",
+        "stream",
         "timeout_s",
         "tx_lock",
     )
 
-    def __init__(self, sock: socket.socket, *, peer: int, epoch: int, timeout_s: float) -> None:
-        sock.settimeout(None)
-        self._nearby = sock.family is socket.AF_UNIX
-        if not self._nearby:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        self.sock = sock
-        self.fd = sock.fileno()
-        self.local = _address(sock.getsockname())
-        try:
-            self.remote = _address(sock.getpeername())
-        except OSError:
-            self.remote = ("", 0)  # gone already; whoever watches or reads it will find out
+    def __init__(self, connection: Connection, *, peer: int, epoch: int, timeout_s: float) -> None:
+        self.stream = stream_of(connection)
+        self.fd = self.stream.state.fd
         self.peer = peer
         self.epoch = epoch
         #: Frames so far in each direction, what of the current one has not left, and whether this side has begun to close the
         #: link: shared with the native core, which finds it at `address`.
-        self.state = LinkState(fd=self.fd)
-        self.address = ctypes.addressof(self.state)
+        self.state = self.stream.state
+        self.address = self.stream.address
         self.tx_lock = threading.Lock()
+        #: Guards `held` and the decision to close.
+        self._using = threading.Lock()
         self.held = 0
         #: Nobody cares when it breaks: staged for a plan, or a leaver's after the flip.
         self.ignored = False
         self.saw_stop = False
-        #: This side has said all that it will; whoever used the link last closes the descriptor.
+        #: This side has said all that it will; whoever used the link last closes the stream.
         self._shut = False
         self._closed = False
         self._out: list[memoryview] = []
@@ -130,7 +114,7 @@ class Link:
         self.set_timeout(timeout_s)
 
     def info(self) -> LinkInfo:
-        return LinkInfo(self.fd, self.local, self.remote)
+        return LinkInfo(self.fd, self.stream.local, self.stream.remote, self.stream.kind)
 
     @property
     def ending(self) -> bool:
@@ -142,12 +126,7 @@ class Link:
         if timeout_s != self.timeout_s:
             self.timeout_s = timeout_s
             self.state.timeout_ms = math.ceil(timeout_s * 1000)
-            seconds = int(timeout_s)
-            try:
-                value = struct.pack("@qq", seconds, int((timeout_s - seconds) * 1e6))
-                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-            except OSError:
-                pass  # closed meanwhile; the next receive says so
+            self.stream.limit_wait(timeout_s)
 
     # ---------------------------------------------------------------- sending
 
@@ -178,7 +157,7 @@ class Link:
         if self.ending:
             raise LinkEnded(self, "was closed by this side")
         try:
-            count = self.sock.sendmsg(out, (), _NO_WAIT)
+            count = self.stream.write(out)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -199,13 +178,12 @@ class Link:
         """
         if self.push():
             return
-        poll = select.poll()
-        poll.register(self.fd, select.POLLOUT if half_closed else select.POLLOUT | select.POLLRDHUP)
+        wanted = select.POLLOUT if half_closed else select.POLLOUT | select.POLLRDHUP
         while not self.push():
-            events = poll.poll(self.timeout_s * 1000 if self.timeout_s else None)
-            if not events:
+            ready = wait_for([self.stream], [wanted], self.timeout_s)
+            if not ready:
                 raise LinkEnded(self, f"took no data for {self.timeout_s:.0f} s")
-            if events[0][1] & HANG_UP:
+            if ready[0] & HANG_UP:
                 raise self.ended("hung up")
 
     def _send_half(self, header: bytes, payload: memoryview) -> None:
@@ -221,10 +199,12 @@ class Link:
 
     def hold(self) -> None:
         """The calling thread is going to read: it will see the end of this link itself."""
-        self.held += 1
+        with self._using:
+            self.held += 1
 
     def release(self) -> None:
-        self.held -= 1
+        with self._using:
+            self.held -= 1
         if self._shut:
             self._close_if_unused()
 
@@ -295,7 +275,7 @@ class Link:
         if self._closed:
             raise LinkEnded(self, "was closed by this side")
         try:
-            count = self.sock.recv_into(into, len(into), flags)
+            count = self.stream.read(into, flags)
         except BlockingIOError:
             if flags & socket.MSG_DONTWAIT:
                 return 0
@@ -320,35 +300,26 @@ class Link:
 
     def hung_up(self) -> bool:
         """True if the peer has closed, whether or not something is left to read."""
-        poll = select.poll()
-        try:
-            poll.register(self.sock, select.POLLRDHUP)
-        except ValueError:
-            return True
-        return bool(poll.poll(0))
+        return self.stream.hung_up()
 
     def ends_in_order(self) -> bool:
         """True if the last that the peer sent is a STOP. Only for a link that hung up; reads nothing away."""
         if self.saw_stop:
             return True
-        try:
-            unread = self.sock.recv(8 << 20, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except OSError:
-            return False
-        return unread.endswith(STOP_FRAME)
+        with self._using:
+            return not self._closed and self.stream.stop_said()
 
     def interrupt(self) -> None:
         """Wakes every thread that waits on this link; what was received already can still be read."""
         self.state.ending = True
-        self._shutdown(socket.SHUT_RD)
+        self.stream.shut(socket.SHUT_RD)
 
     def say_stop(self) -> None:
         """Tells the peer that this side lives and gives up, if that is possible without waiting long."""
         if not self.tx_lock.acquire(timeout=SEND_PATIENCE_S):
             return
         try:
-            if not self.state.unsent or self.state.unsent > HEADER_BYTES:  # else it would complete the frame that was broken off
-                self.sock.send(STOP_FRAME, _NO_WAIT)
+            self.stream.say_stop()
         except OSError:
             pass  # best effort: the peer sees the end of the connection anyway
         finally:
@@ -357,29 +328,27 @@ class Link:
     def shut(self, *, keep_reading: bool = False) -> None:
         """Closes the link. `keep_reading`: only this side's direction, until the reader is at its end and shuts the rest."""
         if keep_reading:
-            self._shutdown(socket.SHUT_WR)
+            self.stream.shut(socket.SHUT_WR)
             return
         self.state.ending = self._shut = True
-        self._shutdown(socket.SHUT_RDWR)
+        self.stream.shut(socket.SHUT_RDWR)
         self._close_if_unused()
 
     def close_copy(self) -> None:
         """In a forked child: closes the inherited descriptor without telling the peer."""
         self.state.ending = self._closed = True
-        self.sock.close()
+        self.stream.close_copy()
 
     def _close_if_unused(self) -> None:
         if self.held or not self.tx_lock.acquire(timeout=SEND_PATIENCE_S):
             return  # whoever uses it closes it when done
-        self._closed = True
-        self.sock.close()
-        self.tx_lock.release()
-
-    def _shutdown(self, how: int) -> None:
         try:
-            self.sock.shutdown(how)
-        except OSError:
-            pass  # the peer was faster
+            with self._using:
+                if not self.held and not self._closed:
+                    self._closed = True
+                    self.stream.close()
+        finally:
+            self.tx_lock.release()
 
     def _stopped(self) -> LinkEnded:
         self.saw_stop = True
@@ -387,7 +356,7 @@ class Link:
 
     def ended(self, reason: str) -> LinkEnded:
         """While sending: the peer's last words tell whether it lives."""
-        if self._nearby and not self.ending:
+        if self.stream.nearby and not self.ending:
             self._await_last_words()
         return LinkEnded(self, reason, orderly=self.ends_in_order())
 
@@ -397,13 +366,6 @@ class Link:
         poll.register(self.fd, select.POLLRDHUP)
         poll.poll(LAST_WORDS_S * 1000)
 
-    @staticmethod
-    def _is_stop(before: memoryview | None) -> bool:
-        return before is not None and before[-HEADER_BYTES:] == STOP_FRAME
-
-
-def _address(name: Any) -> tuple[str, int]:
-    """Of one end, as the kernel tells it; the name of one in Linux's abstract namespace begins with a zero byte."""
-    if isinstance(name, tuple):
-        return str(name[0]), int(name[1])
-    return f"@{name[1:].decode()}", 0
+    def _is_stop(self, before: memoryview | None) -> bool:
+        """`before`: what was read last."""
+        return bool(self.state.stopped) or (before is not None and before[-HEADER_BYTES:] == STOP_FRAME)

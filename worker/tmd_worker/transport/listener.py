@@ -7,14 +7,19 @@ HANDSHAKE_S; if too many are half open the oldest goes. What passes is handed to
 from __future__ import annotations
 
 import errno
+import os
 import select
 import socket
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from tmd_worker.transport import handshake, network
 from tmd_worker.transport.closing import Closing
+from tmd_worker.transport.connection import Connection
 from tmd_worker.transport.handshake import Hello, Verdict
+from tmd_worker.transport.segment import Segment
 
 HANDSHAKE_S = 5.0
 MAX_HALF_OPEN = 256
@@ -35,6 +40,8 @@ class _HalfOpen:
         self.deadline_s = deadline_s
         self.greeted = handshake.greeting()
         self._received = bytearray()
+        #: Of the memory that came along, if any did.
+        self._descriptor = -1
         sock.setblocking(False)
         if sock.family is not socket.AF_UNIX:
             network.prepare(sock)
@@ -47,7 +54,7 @@ class _HalfOpen:
             if not missing:
                 break
             try:
-                data = self.sock.recv(missing)
+                data = self._receive(missing)
             except BlockingIOError:
                 return None
             if not data:
@@ -56,6 +63,30 @@ class _HalfOpen:
         prefix = handshake.LENGTH.size
         body = bytes(self._received[prefix : -handshake.MAC_BYTES])
         return handshake.open_hello(key, self.greeted, body, bytes(self._received[-handshake.MAC_BYTES :]))
+
+    def map(self, hello: Hello) -> Segment | None:
+        """The memory that came along with this hello, if it can be used."""
+        if not hello.ring_bytes or self._descriptor < 0:
+            return None
+        return Segment.attach(self._descriptor, hello.ring_bytes)
+
+    def forget_descriptor(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def close(self) -> None:
+        self.forget_descriptor()
+        self.sock.close()
+
+    def _receive(self, size: int) -> bytes:
+        if self.sock.family is not socket.AF_UNIX:
+            return self.sock.recv(size)
+        data, descriptors, _, _ = socket.recv_fds(self.sock, size, 1, socket.MSG_CMSG_CLOEXEC)
+        for descriptor in descriptors:
+            self.forget_descriptor()  # a stranger may send many
+            self._descriptor = descriptor
+        return data
 
     def _missing(self) -> int:
         prefix = handshake.LENGTH.size
@@ -74,10 +105,12 @@ class Listener:
         port_range: tuple[int, int] | None,
         key: bytes,
         judge: Callable[[Hello], Verdict],
-        accept: Callable[[socket.socket, Hello], None],
+        accept: Callable[[Connection, Hello], None],
+        *,
+        shares: bool,
     ) -> None:
-        """`host`: a numeric address of this machine. `judge` decides about an authentic hello; `accept` gets the (blocking)
-        socket of what it said ok to. Raises CannotListen."""
+        """`host`: a numeric address of this machine. `judge` decides about an authentic hello; `accept` gets the connection
+        (its socket blocks) of what it said ok to. `shares`: memory that is offered is taken. Raises CannotListen."""
         remote = _bind(host, port_range)
         self.host: str = host
         self.port: int = remote.getsockname()[1]
@@ -87,6 +120,7 @@ class Listener:
         self._key = key
         self._judge = judge
         self._accept = accept
+        self._shares = shares
         self._half_open: dict[int, _HalfOpen] = {}
         self._closing = Closing()
         self._epoll = select.epoll()
@@ -119,7 +153,7 @@ class Listener:
             sock.close()
         self._epoll.close()
         for half_open in self._half_open.values():
-            half_open.sock.close()
+            half_open.close()
 
     def _greet_all(self, listening: socket.socket) -> None:
         while True:
@@ -144,20 +178,35 @@ class Listener:
         half_open = self._half_open[fd]
         try:
             hello = half_open.read(self._key)
-            if hello is None:
-                return
-            verdict = self._judge(hello)
-            half_open.sock.send(handshake.seal_verdict(self._key, half_open.greeted, hello, verdict))
         except (handshake.HandshakeRefused, OSError):
             self._drop(fd)  # without a word: a stranger learns nothing
             return
-        if verdict.answer != "ok":
-            self._drop(fd)
+        if hello is None:
             return
         self._epoll.unregister(fd)
         del self._half_open[fd]
-        half_open.sock.setblocking(True)
-        self._accept(half_open.sock, hello)
+        connection = self._answer(half_open, hello)
+        if connection is not None:
+            self._accept(connection, hello)
+
+    def _answer(self, half_open: _HalfOpen, hello: Hello) -> Connection | None:
+        """The connection if it is wanted and the dialer has been told so."""
+        verdict = self._judge(hello)
+        connection = Connection(half_open.sock)
+        if verdict.answer == "ok" and self._shares:
+            connection.segment = half_open.map(hello)
+            verdict = msgspec.structs.replace(verdict, shared=connection.segment is not None)
+        half_open.forget_descriptor()
+        try:
+            connection.sock.send(handshake.seal_verdict(self._key, half_open.greeted, hello, verdict))
+            connection.sock.setblocking(True)
+        except OSError:
+            connection.close()
+            return None
+        if verdict.answer != "ok":
+            connection.close()
+            return None
+        return connection
 
     def _drop_late(self) -> None:
         now_s = time.monotonic()
@@ -166,7 +215,7 @@ class Listener:
 
     def _drop(self, fd: int) -> None:
         self._epoll.unregister(fd)
-        self._half_open.pop(fd).sock.close()
+        self._half_open.pop(fd).close()
 
 
 def _bind(host: str, port_range: tuple[int, int] | None) -> socket.socket:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from tmd_worker.core.ballot import tree_children, tree_parent
 from tmd_worker.native import library
 from tmd_worker.native.library import Frame, Outcome
 from tmd_worker.transport.link import Link, LinkEnded
+from tmd_worker.transport.stream import why
 from tmd_worker.transport.tensors import Reduction, size_bytes
 from tmd_worker.transport.wire import Kind
 
@@ -184,13 +184,13 @@ def _conclude(outcome: Outcome, epoch: int, links: Sequence[Link]) -> None:
     if code is _Code.NO_MEMORY:
         raise MemoryError("the list of a collective's frames does not fit into memory")
     link = next(link for link in links if link.address == outcome.link)
-    why = os.strerror(outcome.error)
+    reason = why(outcome.error)
     patience = f"{link.timeout_s:.0f} s"
     orderly = bool(outcome.stopped)
     if code is _Code.ENDING:
         raise LinkEnded(link, "was closed by this side")
     if code is _Code.SEND_FAILED:
-        raise link.ended(f"does not take data any more ({why})")
+        raise link.ended(f"does not take data any more ({reason})")
     if code is _Code.HUNG_UP:
         raise link.ended("hung up")
     if code is _Code.NO_ROOM:
@@ -200,7 +200,7 @@ def _conclude(outcome: Outcome, epoch: int, links: Sequence[Link]) -> None:
     if code is _Code.SILENT:
         raise LinkEnded(link, f"was silent for {patience}")
     if code is _Code.RECEIVE_FAILED:
-        raise LinkEnded(link, f"broke the connection ({why})", orderly=orderly)
+        raise LinkEnded(link, f"broke the connection ({reason})", orderly=orderly)
     if code is _Code.CLOSED:
         raise LinkEnded(link, "closed the connection", orderly=orderly)
     link.check(memoryview(outcome.header), Kind.DATA, epoch, outcome.expected_bytes)

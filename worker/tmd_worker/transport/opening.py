@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from tmd.protocol.membership import Member
+from tmd_worker.transport.connection import Connection
 from tmd_worker.transport.dialing import Cancelled, LinkError, dial
 from tmd_worker.transport.handshake import LINK, Hello, new_nonce
+from tmd_worker.transport.segment import Offer
 
 #: Pauses between attempts at a peer that has not heard of the epoch yet.
 RETRY_FIRST_S = 0.001
@@ -21,11 +23,13 @@ RETRY_MAX_S = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinkRequest:
-    """A link that must exist: in which group, to which global rank, and who holds that rank."""
+    """A link that must exist: in which group, to which global rank, and who holds that rank. `shares`: through memory, if both
+    ends are on one host and can."""
 
     group: str
     peer: int
     member: Member
+    shares: bool = False
 
 
 class Attempt:
@@ -107,33 +111,33 @@ class Attempts:
 
 
 class Inbox:
-    """Sockets that the listener has accepted as links and nobody has taken yet. A newer one replaces an older one."""
+    """Connections that the listener has accepted as links and nobody has taken yet. A newer one replaces an older one."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._sockets: dict[tuple[str, int, int, str], socket.socket] = {}
+        self._connections: dict[tuple[str, int, int, str], Connection] = {}
         self._closed_epoch = -1
         #: The last flip: (epoch before, epoch after).
         self._flip = (-1, -1)
 
-    def put(self, sock: socket.socket, hello: Hello) -> None:
+    def put(self, connection: Connection, hello: Hello) -> None:
         with self._changed:
             before, after = self._flip
             key = (hello.group, after if hello.epoch == before else hello.epoch, hello.rank, hello.incarnation)
-            useless = self._sockets.pop(key, None)
+            useless = self._connections.pop(key, None)
             if hello.epoch > self._closed_epoch:
-                self._sockets[key] = sock
+                self._connections[key] = connection
                 self._changed.notify_all()
             else:
-                useless = sock  # closed since it was judged
+                useless = connection  # closed since it was judged
         if useless is not None:
             useless.close()
 
-    def take(self, request: LinkRequest, attempt: Attempt) -> socket.socket:
+    def take(self, request: LinkRequest, attempt: Attempt) -> Connection:
         """Waits for the peer to dial. Raises LinkError or Cancelled."""
         key = (request.group, attempt.epoch, request.peer, request.member.incarnation)
         with self._changed:
-            while key not in self._sockets:
+            while key not in self._connections:
                 attempt.check()
                 left_s = attempt.deadline_s - time.monotonic()
                 if left_s <= 0:
@@ -143,15 +147,15 @@ class Inbox:
                         request.peer,
                     )
                 self._changed.wait(left_s)
-            return self._sockets.pop(key)
+            return self._connections.pop(key)
 
     def flip(self, before: int, after: int) -> None:
         """What a stayer has dialed, or is dialing, under the old number counts under the new one."""
         with self._changed:
             self._flip = (before, after)
-            for group, _, rank, incarnation in [key for key in self._sockets if key[1] == before]:
-                sock = self._sockets.pop((group, before, rank, incarnation))
-                self._sockets.setdefault((group, after, rank, incarnation), sock)
+            for group, _, rank, incarnation in [key for key in self._connections if key[1] == before]:
+                connection = self._connections.pop((group, before, rank, incarnation))
+                self._connections.setdefault((group, after, rank, incarnation), connection)
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -163,39 +167,56 @@ class Inbox:
         """Drops what nobody took for epochs up to this one."""
         with self._changed:
             self._closed_epoch = max(self._closed_epoch, epoch)
-            stale = [self._sockets.pop(key) for key in list(self._sockets) if key[1] <= epoch]
+            stale = [self._connections.pop(key) for key in list(self._connections) if key[1] <= epoch]
             self._changed.notify_all()
-        for sock in stale:
-            sock.close()
+        for connection in stale:
+            connection.close()
 
     def drop(self, epoch: int, incarnation: str) -> None:
         """Drops what one incarnation opened for one epoch."""
         with self._changed:
-            stale = [self._sockets.pop(key) for key in list(self._sockets) if (key[1], key[3]) == (epoch, incarnation)]
-        for sock in stale:
-            sock.close()
+            stale = [self._connections.pop(key) for key in list(self._connections) if (key[1], key[3]) == (epoch, incarnation)]
+        for connection in stale:
+            connection.close()
 
 
 class Opener:
-    """Opens links for one process; those to members whose address is `nearby_host` without the network, if that is possible."""
+    """Opens links for one process; those to members whose address is `nearby_host` without the network, if that is possible.
+    `shares`: some of those through memory."""
 
-    def __init__(self, incarnation: str, key: bytes, inbox: Inbox, nearby_host: str | None) -> None:
+    def __init__(self, incarnation: str, key: bytes, inbox: Inbox, nearby_host: str | None, *, shares: bool) -> None:
         self._nearby_host = nearby_host
+        self._shares = shares
         self._incarnation = incarnation
         self._key = key
         self._inbox = inbox
 
-    def open(self, requests: Iterable[LinkRequest], rank: int, attempt: Attempt) -> dict[LinkRequest, socket.socket]:
+    def open(self, requests: Iterable[LinkRequest], rank: int, attempt: Attempt) -> dict[LinkRequest, Connection]:
         """All of them or none. Raises LinkError or Cancelled."""
-        opened: dict[LinkRequest, socket.socket] = {}
-        todo = collections.deque(request for request in requests if request.peer < rank)
+        opened: dict[LinkRequest, Connection] = {}
+        try:
+            self._dial_all([request for request in requests if request.peer < rank], rank, attempt, opened)
+            for request in requests:
+                if request.peer > rank:
+                    opened[request] = self._inbox.take(request, attempt)
+            attempt.check()
+        except BaseException:
+            for connection in opened.values():
+                connection.close()
+            raise
+        return opened
+
+    def _dial_all(self, requests: list[LinkRequest], rank: int, attempt: Attempt, opened: dict[LinkRequest, Connection]) -> None:
+        """Adds to `opened`. Raises LinkError or Cancelled."""
+        offers = {request: Offer() for request in requests if request.shares and self._shares}
+        todo = collections.deque(requests)
         pause_s = RETRY_FIRST_S
         try:
             while todo:
                 request = todo.popleft()
-                sock, reason = self._dial(request, rank, attempt)
-                if sock is not None:
-                    opened[request] = sock
+                connection, reason = self._dial(request, rank, attempt, offers.get(request))
+                if connection is not None:
+                    opened[request] = connection
                     pause_s = RETRY_FIRST_S
                     continue
                 if time.monotonic() + 2 * pause_s > attempt.deadline_s:
@@ -203,18 +224,12 @@ class Opener:
                 todo.append(request)
                 attempt.pause(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
-            for request in requests:
-                if request.peer > rank:
-                    opened[request] = self._inbox.take(request, attempt)
-            attempt.check()
-        except BaseException:
-            for sock in opened.values():
-                sock.close()
-            raise
-        return opened
+        finally:
+            for offer in offers.values():
+                offer.withdraw()
 
-    def _dial(self, request: LinkRequest, rank: int, attempt: Attempt) -> tuple[socket.socket | None, str]:
-        """(socket, "") or (None, why not yet). Raises LinkError for a final refusal."""
+    def _dial(self, request: LinkRequest, rank: int, attempt: Attempt, offer: Offer | None) -> tuple[Connection | None, str]:
+        """(connection, "") or (None, why not yet). Raises LinkError for a final refusal."""
         hello = Hello(
             kind=LINK,
             incarnation=self._incarnation,
@@ -227,15 +242,17 @@ class Opener:
         )
         try:
             nearby = request.member.host == self._nearby_host
-            sock, verdict = dial(request.member, self._key, hello, attempt.deadline_s, attempt.dialing, nearby=nearby)
+            connection, verdict = dial(
+                request.member, self._key, hello, attempt.deadline_s, attempt.dialing, nearby=nearby, offer=offer
+            )
         except LinkError as error:
             attempt.check()
             raise LinkError(f"no link of group {request.group} to rank {request.peer}: {error}", request.peer) from None
         finally:
             attempt.forget_socket()
         if verdict.answer == "ok":
-            return sock, ""
-        sock.close()
+            return connection, ""
+        connection.close()
         if verdict.answer == "refused":
             reason = f"rank {request.peer} refused a link of group {request.group}: {verdict.reason}"
             raise LinkError(reason, request.peer)

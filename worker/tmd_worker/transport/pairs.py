@@ -99,7 +99,8 @@ class GroupPairs:
             with self._lock:
                 self._waiting.add(attempt)
         try:
-            return self._host.open_pair(self._group, f"{self._group.name}#{use}", self._group.ranks[place], attempt)
+            label, shares = f"{self._group.name}#{use}", use == "direct"  # a pair has a thread for each direction
+            return self._host.open_pair(self._group, label, self._group.ranks[place], attempt, shares=shares)
         finally:
             with self._lock:
                 self._waiting.discard(attempt)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tmd.protocol.membership import Member
 from tmd_worker.threads import Spawn
+from tmd_worker.transport.connection import Connection
 from tmd_worker.transport.dialing import LinkError, dial
 from tmd_worker.transport.handshake import LINK, Hello, Verdict, new_nonce
 from tmd_worker.transport.listener import Listener
@@ -17,8 +18,10 @@ from tmd_worker.transport.opening import RETRY_FIRST_S, RETRY_MAX_S, Inbox, Open
 from tmd_worker.transport.tables import Tables
 
 Handler = Callable[[socket.socket, dict[str, Any]], None]
-#: "tcp": no links within the host, for measurements and for a search after a fault.
+#: How ranks of one host reach one another: "shm" (memory for collectives, sockets within the host for the rest), "unix" (these
+#: alone) or "tcp" (as between hosts), for measurements and for a search after a fault.
 LOCAL_LINKS = "TMD_LOCAL_LINKS"
+LOCAL_LINKS_DEFAULT = "shm"
 #: Per operation on a served connection, until its handler sets another one.
 SERVED_TIMEOUT_S = 60.0
 
@@ -35,9 +38,10 @@ class Ports:
         self._spawn = spawn
         self._handlers: dict[str, Handler] = {}
         self.inbox = Inbox()
-        nearby_host = host if os.environ.get(LOCAL_LINKS, "unix") != "tcp" else None
-        self.opener = Opener(incarnation, key, self.inbox, nearby_host)
-        self.listener = Listener(host, port_range, key, self._judge, self._accept)
+        local_links = os.environ.get(LOCAL_LINKS, LOCAL_LINKS_DEFAULT)
+        shares = local_links == "shm"
+        self.opener = Opener(incarnation, key, self.inbox, host if local_links != "tcp" else None, shares=shares)
+        self.listener = Listener(host, port_range, key, self._judge, self._accept, shares=shares)
         spawn("listener", self.listener.run)
 
     def serve(self, kind: str, handler: Handler) -> None:
@@ -57,13 +61,13 @@ class Ports:
                 fields=fields,
             )
             try:
-                sock, verdict = dial(member, self._key, hello, deadline_s, lambda _: None)
+                connection, verdict = dial(member, self._key, hello, deadline_s, lambda _: None)
             except LinkError as error:
                 raise LinkError(reason or str(error)) from None
             if verdict.answer == "ok":
-                sock.settimeout(timeout_s)
-                return sock
-            sock.close()
+                connection.sock.settimeout(timeout_s)
+                return connection.sock
+            connection.close()
             reason = f"{member.incarnation} on {member.node} refused a {kind} connection: {verdict.reason}"
             if verdict.answer == "refused" or time.monotonic() + pause_s > deadline_s:
                 raise LinkError(reason)
@@ -82,11 +86,11 @@ class Ports:
             return Verdict(answer="ok")
         return Verdict(answer="retry", reason=f"nothing serves {hello.kind} connections here")
 
-    def _accept(self, sock: socket.socket, hello: Hello) -> None:
+    def _accept(self, connection: Connection, hello: Hello) -> None:
         if hello.kind == LINK:
-            self.inbox.put(sock, hello)
+            self.inbox.put(connection, hello)
             return
-        handler = self._handlers[hello.kind]
+        handler, sock = self._handlers[hello.kind], connection.sock
         sock.settimeout(SERVED_TIMEOUT_S)
         self._spawn(f"serve-{hello.kind}", lambda: _handle(handler, sock, hello))
 

@@ -50,8 +50,10 @@ class Preparer:
         hub = min(group.ranks)
         peers = [peer for peer in group.ranks if peer != rank] if rank == hub else [hub]
         requests = [LinkRequest(f"{group.name}#meeting", peer, membership.members[peer]) for peer in peers]
-        sockets = self._opener.open(requests, rank, attempt)
-        store = Rendezvous({request.peer: sock for request, sock in sockets.items()}, hub=rank == hub, spawn=self._spawn)
+        met = self._opener.open(requests, rank, attempt)
+        store = Rendezvous(
+            {request.peer: connection.sock for request, connection in met.items()}, hub=rank == hub, spawn=self._spawn
+        )
         making = _Making(_MAKERS[self._transport], store, self._host, group, attempt)
         self._spawn(f"make-{group.name}", making.run)
         try:
