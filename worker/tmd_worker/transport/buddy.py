@@ -197,17 +197,19 @@ class BuddyChannel:
 
     def _read_message(self, link: Link) -> tuple[Kind, int, int, bytes]:
         kind, epoch, _, size = link.receive_header()
-        prefix = bytearray(_PREFIX.size)
         if kind not in (Kind.RECORD, Kind.TAIL) or size < _PREFIX.size:
             raise LinkEnded(link, f"sent a {kind.name} frame of {size} bytes where records are sent")
-        link.read_payload(memoryview(prefix))
-        step, total = _PREFIX.unpack(prefix)
+        first = bytearray(size)
+        link.read_payload(memoryview(first))
+        step, total = _PREFIX.unpack_from(first)
         got = size - _PREFIX.size
         if got > total or total > MAX_RECORD_BYTES:
             raise LinkEnded(link, f"announced a record of {total} bytes, the limit is {MAX_RECORD_BYTES}")
+        if got == total:
+            return kind, epoch, step, bytes(memoryview(first)[_PREFIX.size :])
         payload = bytearray(total)
         view = memoryview(payload)
-        link.read_payload(view[:got])
+        view[:got] = memoryview(first)[_PREFIX.size :]
         while got < total:
             next_kind, next_epoch, _, size = link.receive_header()
             if (next_kind, next_epoch) != (kind, epoch) or not 0 < size <= total - got:
@@ -222,11 +224,11 @@ class BuddyChannel:
                 self._generations[step] = _Generation(epoch, payload)
                 for other in [other for other in self._generations if other not in (step, step - 1)]:
                     del self._generations[other]
-            else:
+                self._changed.notify_all()
+            else:  # nobody waits for a tail: woken for one, the main thread would only wait again
                 self._had_tails = True
                 if step in self._generations:
                     self._generations[step].tail = payload
-            self._changed.notify_all()
 
     def _has(self, step: int, epoch: int) -> bool:
         generation = self._generations.get(step)

@@ -141,6 +141,34 @@ def broadcast(table: LinkTable, data: Tensor, source: int | None, targets: Seque
     return True
 
 
+def vote(table: LinkTable, ballot: bytearray) -> tuple[LinkEnded | None, bool, LinkEnded | None] | None:
+    """Turns this member's packed ballot into the result.
+
+    Returns None if it cannot be done here, also when any fault is armed. Else: what broke it, if anything; whether a frame of the
+    ballot may have left; and who could not be told the result. Raises Desync, never LinkEnded."""
+    core = library.core().library
+    if core is None or not faults.none_armed():
+        return None
+    children, parent = _tree_links(table)
+    links = children if parent is None else [*children, parent]
+    place = (ctypes.c_uint8 * len(ballot)).from_buffer(ballot)
+    sent, outcome, below = ctypes.c_int32(), Outcome(), Outcome()
+    arguments = (_addresses(children), len(children), ctypes.addressof(place), table.epoch, ctypes.addressof(sent))
+    with _sending(links):
+        core.tmd_vote(_address_of(parent), *arguments, ctypes.addressof(outcome), ctypes.addressof(below))
+    from_above = parent is not None and outcome.link == parent.address
+    broken = _how_it_ended(outcome, table.epoch, links, Kind.RESULT if from_above else Kind.BALLOT)
+    return broken, bool(sent.value), _how_it_ended(below, table.epoch, children, Kind.RESULT)
+
+
+def _how_it_ended(outcome: Outcome, epoch: int, links: Sequence[Link], kind: Kind) -> LinkEnded | None:
+    try:
+        _conclude(outcome, epoch, links, kind)
+    except LinkEnded as ended:
+        return ended
+    return None
+
+
 def _ring(
     table: LinkTable, blocks: Sequence[tuple[int, int]], reduction: tuple[int, int] | None, divisor: int, *, gather: bool
 ) -> bool:
@@ -164,19 +192,28 @@ def _tree(table: LinkTable, place: int | None, size: int, reduction: tuple[int, 
     core = _usable()
     if core is None or reduction is None:
         return False
-    children = [table.links[child] for child in tree_children(table.rank, table.size)]
-    above = tree_parent(table.rank)
-    parent = None if above is None else table.links[above]
+    children, parent = _tree_links(table)
     links = children if parent is None else [*children, parent]
     outcome = Outcome()
     arguments = (_addresses(children), len(children), place, size, *reduction, divisor, table.epoch)
     with _sending(links):
-        core.tmd_tree(None if parent is None else parent.address, *arguments, ctypes.addressof(outcome))
+        core.tmd_tree(_address_of(parent), *arguments, ctypes.addressof(outcome))
     _conclude(outcome, table.epoch, links)
     return True
 
 
-def _conclude(outcome: Outcome, epoch: int, links: Sequence[Link]) -> None:
+def _tree_links(table: LinkTable) -> tuple[list[Link], Link | None]:
+    """To the children, in their order, and to the parent (None: this is the root)."""
+    above = tree_parent(table.rank)
+    children = [table.links[child] for child in tree_children(table.rank, table.size)]
+    return children, None if above is None else table.links[above]
+
+
+def _address_of(link: Link | None) -> int | None:
+    return None if link is None else link.address
+
+
+def _conclude(outcome: Outcome, epoch: int, links: Sequence[Link], kind: Kind = Kind.DATA) -> None:
     """Raises what the outcome is: LinkEnded, Desync or MemoryError."""
     if outcome.code == _Code.DONE:
         return
@@ -203,7 +240,7 @@ def _conclude(outcome: Outcome, epoch: int, links: Sequence[Link]) -> None:
         raise LinkEnded(link, f"broke the connection ({reason})", orderly=orderly)
     if code is _Code.CLOSED:
         raise LinkEnded(link, "closed the connection", orderly=orderly)
-    link.check(memoryview(outcome.header), Kind.DATA, epoch, outcome.expected_bytes)
+    link.check(memoryview(outcome.header), kind, epoch, outcome.expected_bytes)
     raise AssertionError(f"the native core ended with {code.name} for no reason")
 
 

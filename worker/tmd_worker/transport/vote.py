@@ -10,6 +10,7 @@ import dataclasses
 
 from tmd_worker import faults
 from tmd_worker.core.ballot import BALLOT_BYTES, Ballot, tree_children, tree_parent
+from tmd_worker.transport import native
 from tmd_worker.transport.collectives import LinkTable
 from tmd_worker.transport.link import LinkEnded
 from tmd_worker.transport.wire import Kind
@@ -30,9 +31,21 @@ def run_vote(table: LinkTable, ballot: Ballot, deadline_s: float) -> VoteOutcome
         link.set_timeout(deadline_s)
     table.hold()
     try:
-        return _vote(table, ballot)
+        return _vote_natively(table, ballot) or _vote(table, ballot)
     finally:
         table.release()
+
+
+def _vote_natively(table: LinkTable, ballot: Ballot) -> VoteOutcome | None:
+    """In one call; None if it has to be done here, frame by frame."""
+    packed = bytearray(ballot.pack())
+    voted = native.vote(table, packed)
+    if voted is None:
+        return None
+    broken, sent, broken_below = voted
+    if broken is not None:
+        return VoteOutcome(None, sent, broken)
+    return VoteOutcome(Ballot.unpack(packed), sent, broken_below)
 
 
 def _vote(table: LinkTable, ballot: Ballot) -> VoteOutcome:
