@@ -67,10 +67,10 @@ def test_a_stranger_who_finds_the_name_needs_the_key_as_well() -> None:
 @pytest.mark.parametrize("links", ["unix", "shm"])
 def test_a_killed_peer_is_noticed_at_once_by_those_who_wait_and_by_those_who_compute(links: str) -> None:
     def body(rank: Rank) -> Any:
+        work = dist.all_reduce(torch.ones(500_000), async_op=True) if rank.rank == 0 else None
         rank.tell("ready")
         if rank.rank == 2:
             rank.hear()
-        work = dist.all_reduce(torch.ones(500_000), async_op=True) if rank.rank == 0 else None
         rank.events.wait_poisoned()
         assert work is None or work.get_future().wait() is not None
         return time.monotonic(), rank.events.broken

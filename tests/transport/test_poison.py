@@ -37,8 +37,12 @@ def test_a_rank_killed_in_the_middle_of_a_frame(links: str) -> None:
             faults.arm('[{"point": "frame", "rank": 2, "action": "kill", "count": 7}]')
 
     def body(rank: Rank) -> Any:
-        works = [dist.all_reduce(torch.ones(1_000_000), async_op=True) for _ in range(3)]
-        raised = 0
+        works, raised = [], 0
+        try:
+            for _ in range(3):
+                works.append(dist.all_reduce(torch.ones(1_000_000), async_op=True))
+        except StepDiscarded:
+            raised += 1  # it was noticed before this call
         for work in works:
             try:
                 work.wait()
@@ -359,6 +363,22 @@ def test_a_process_forked_from_a_rank_does_not_keep_its_links_alive() -> None:
             assert processes[0].hear(4)[0][1] == 1
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_link_that_is_judged_while_its_epoch_is_closed_accuses_nobody() -> None:
+    """1. A link ends. 2. Before a STOP is found on another link of that peer, this process closes them all."""
+    with mesh(2) as made:
+        node = made.nodes[0]
+        table = node.fabric._groups["world"].table
+        assert table is not None
+
+        def too_late(peer: int) -> bool:
+            node.events.poison(0, "test")
+            return False
+
+        node.fabric._said_stop = too_late  # type: ignore[method-assign]
+        node.fabric.link_ended(table.links[1], "rank 1 hung up", orderly=False)
+        assert node.events.broken == []
 
 
 def test_admission_is_asked_with_what_the_thread_is_doing() -> None:

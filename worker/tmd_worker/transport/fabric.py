@@ -338,9 +338,9 @@ class Fabric:
         return epoch <= self._tables.closed_epoch
 
     def link_ended(self, link: Link, reason: str, *, orderly: bool) -> None:
-        if link.ending or link.ignored or self.is_closed(link.epoch):
-            return
         orderly = orderly or self._said_stop(link.peer)
+        if link.ending or link.ignored or self.is_closed(link.epoch):
+            return  # asked last: an epoch that is closed meanwhile takes the link away on which a STOP would have been found
         self._events.link_broken(link.epoch, link.peer, orderly=orderly, reason=reason)
 
     def epoch_broken(self, epoch: int, reason: str) -> None:
