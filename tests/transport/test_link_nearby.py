@@ -50,6 +50,22 @@ def test_an_address_that_exists_elsewhere_too_is_reached_through_the_network(mon
         assert set(ends) == {"127.0.0.1"}
 
 
+def test_another_user_is_reached_through_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from another user namespace, which sees other numbers."""
+    monkeypatch.setattr("tmd_worker.transport.network.is_same_user", lambda sock: False)
+    with mesh(2) as made:
+        ends = [link.local[0] for links in made.nodes[1].fabric.links().values() for link in links.values()]
+        assert set(ends) == {"127.0.0.1"}
+
+
+def test_another_user_within_the_host_is_not_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mesh(1) as made, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        monkeypatch.setattr("tmd_worker.transport.network.is_same_user", lambda sock: False)
+        stranger.settimeout(10)
+        stranger.connect(handshake.nearby_name(JOB_KEY, made.nodes[0].fabric.host, made.nodes[0].fabric.port))
+        assert stranger.recv(1) == b""
+
+
 def test_a_stranger_who_finds_the_name_needs_the_key_as_well() -> None:
     with mesh(1) as made:
         node = made.nodes[0]

@@ -137,21 +137,23 @@ def test_the_lack_of_memory_is_told_once(caplog: pytest.LogCaptureFixture, monke
     ]
 
 
-def test_a_descriptor_that_is_not_such_memory_is_not_mapped() -> None:
+def test_a_descriptor_that_is_not_such_memory_is_not_mapped(tmp_path: Path) -> None:
     size = 4096 + 2 * RING_BYTES
     unsealed, short = os.memfd_create("a"), os.memfd_create("b", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, size)
     os.ftruncate(short, size - 1)
     fcntl.fcntl(short, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     read, write = os.pipe()
-    for descriptor in (unsealed, short, read):
+    file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    os.ftruncate(file, size)
+    for descriptor in (unsealed, short, read, file):
         assert Segment.attach(descriptor, RING_BYTES) is None
     offer = Offer()
     assert offer.make()
     for ring_bytes in (0, 1000, RING_BYTES // 2, 1 << 40):
         assert Segment.attach(offer.descriptor, ring_bytes) is None
     offer.withdraw()
-    for descriptor in (unsealed, short, read, write):
+    for descriptor in (unsealed, short, read, write, file):
         os.close(descriptor)
 
 

@@ -180,3 +180,49 @@ def test_a_signal_whose_handler_raises_ends_the_epoch_since_nobody_knows_how_far
         processes[1].tell("come")
         assert processes[0].hear() == [(0, 0, True, "allreduce was interrupted on this rank")]
         processes[1].hear()
+
+
+class Impatient(Exception):
+    pass
+
+
+def test_an_exception_of_a_handler_is_the_scripts_and_its_own_collective_is_refused() -> None:
+    """As before, with a handler that raises what is no KeyboardInterrupt, after it has tried a collective of the same group."""
+
+    def body(rank: Rank) -> Any:
+        if rank.rank:
+            assert rank.hear() == "come"
+            with contextlib.suppress(StepDiscarded):
+                dist.all_reduce(torch.ones(3))
+            rank.events.wait_poisoned()
+            return None
+        refused = []
+
+        def handle(*_: object) -> None:
+            try:
+                dist.all_reduce(torch.ones(3))
+            except RuntimeError as error:
+                refused.append(str(error))
+            raise Impatient
+
+        def interrupt() -> None:
+            wait_until_begun(rank)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            rank.tell("interrupted")
+
+        signal.signal(signal.SIGUSR1, handle)
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        with pytest.raises(Impatient):
+            dist.all_reduce(torch.ones(3))
+        interrupting.join()
+        return refused, rank.events.died, rank.events.broken
+
+    with ranks(2, body) as processes:
+        assert processes[0].hear() == "interrupted"
+        processes[1].tell("come")
+        refused, died, broken = processes[0].hear()
+        assert refused == ["allreduce was called in a signal's handler, in the middle of another of its group"]
+        assert died == []
+        assert broken == [(0, 0, True, "allreduce was interrupted on this rank")]
+        processes[1].hear()

@@ -35,6 +35,14 @@ def is_users(file: str) -> bool:
     return not file.startswith("<") and not os.path.realpath(file).startswith(_LIBRARIES)
 
 
+def raised_by_user(error: BaseException) -> bool:
+    """It was raised in the user's own code, not in what that called."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and is_users(trace.tb_frame.f_code.co_filename)
+
+
 def users_frames(frame: FrameType | None) -> list[FrameType]:
     """The user's frames from `frame` up, outermost first."""
     found = []

@@ -95,7 +95,8 @@ TMD_API int tmd_shared_create(uint64_t ring_bytes, tmd_shared **made) {
 /* The memory behind a descriptor that the peer sent, which stays the caller's. Returns 0 or a negative errno. */
 TMD_API int tmd_shared_attach(int fd, uint64_t ring_bytes, tmd_shared **made) {
     struct stat status;
-    if (!fits(ring_bytes) || (fcntl(fd, F_GET_SEALS) & SEALS) != SEALS) return -EINVAL;
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (!fits(ring_bytes) || seals < 0 || (seals & SEALS) != SEALS) return -EINVAL;
     if (fstat(fd, &status)) return -errno;
     if (status.st_size != (off_t)memory_bytes(ring_bytes)) return -EINVAL;
     *made = map(fd, ring_bytes, 1);

@@ -52,7 +52,8 @@ def capture() -> RngState:
         return _last[1]
     cuda = torch.cuda.get_rng_state(_device) if _device is not None else None
     state = RngState(torch_cpu, cuda, np.random.get_state(), random.getstate(), generators.states())
-    _last = None if looks is None else (looks, state)
+    # Another thread may have drawn meanwhile: then this state is of neither look.
+    _last = (looks, state) if looks is not None and rng_memory.look() == looks[0] else None
     return state
 
 

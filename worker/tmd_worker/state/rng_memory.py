@@ -28,8 +28,11 @@ def look() -> tuple[bytes, Any, bytes, bytes] | None:
     numpy_words = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(numpy_words) is not np.random.MT19937 or not _tells():
         return None
-    ours, theirs = random.getstate.__self__, np.random.get_state.__self__  # type: ignore[attr-defined]
-    return _inside(ours), ours.gauss_next, _words(numpy_words), _inside(theirs)
+    ours: Any = getattr(random.getstate, "__self__", None)
+    theirs: Any = getattr(np.random.get_state, "__self__", None)
+    if type(ours) is not random.Random or type(theirs) is not np.random.RandomState:
+        return None  # somebody has put other functions in their place
+    return _inside(ours), vars(ours).get("gauss_next"), _words(numpy_words), _inside(theirs)
 
 
 def _inside(generator: Any) -> bytes:

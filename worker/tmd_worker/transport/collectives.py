@@ -146,7 +146,7 @@ def _ring_reduce(table: LinkTable, segments: Sequence[Tensor], kind: Reduction) 
     following, previous = table.links[(rank + 1) % size], table.links[(rank - 1) % size]
     dtype = segments[0].dtype
     frame_elements = MAX_PAYLOAD_BYTES // segments[0].element_size()
-    scratch = torch.empty(min(frame_elements, max(segment.numel() for segment in segments)), dtype=dtype)
+    scratch = torch.empty(min(frame_elements, max(segment.numel() for segment in segments)), dtype=dtype, device="cpu")
     room = byte_view(scratch)
     for turn in range(size - 1):
         outgoing = segments[(rank - turn - 1) % size]

@@ -96,13 +96,15 @@ def _why(error: OSError | handshake.HandshakeRefused, *, connected: bool) -> str
 
 
 def _reach_nearby(name: bytes, on_socket: Callable[[socket.socket], None]) -> socket.socket | None:
-    """None if nobody listens there: the address belongs to another network namespace, or the process is gone."""
+    """None if nobody listens there, or another user: the address belongs to another namespace, or the process is gone."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         on_socket(sock)
         sock.bind("")  # a name of its own, by which the two ends of a connection can be told
         sock.setblocking(False)
         sock.connect(name)
+        if not network.is_same_user(sock):
+            raise PermissionError
     except OSError:
         sock.close()
         return None

@@ -128,7 +128,7 @@ class GlooGroup:
         sent = torch.cat([_bytes(flat(part)) for part in inputs])
         targets = [flat(output) for output in outputs]
         views = [_bytes(target) for target in targets]
-        received = torch.empty(sum(view.numel() for view in views), dtype=torch.uint8)
+        received = torch.empty(sum(view.numel() for view in views), dtype=torch.uint8, device="cpu")
         counts = [view.numel() for view in views], [_bytes(flat(part)).numel() for part in inputs]
         self._run("alltoall_base", dist.AllToAllOptions(), received, sent, *counts)
         for view, part in zip(views, received.split_with_sizes(counts[0]), strict=True):
@@ -224,4 +224,6 @@ def _shut(sock: socket.socket) -> None:
 
 
 def _bytes(contiguous: Tensor) -> Tensor:
-    return torch.frombuffer(byte_view(contiguous), dtype=torch.uint8) if contiguous.numel() else torch.empty(0, dtype=torch.uint8)
+    if not contiguous.numel():
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(byte_view(contiguous), dtype=torch.uint8)

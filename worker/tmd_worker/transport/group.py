@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from tmd_worker.check import places
 from tmd_worker.transport.collectives import LinkTable
 from tmd_worker.transport.dialing import LinkError
 from tmd_worker.transport.inner import InnerBroken, InnerGroup
@@ -107,6 +108,8 @@ class Group:
         self._submitting = threading.Lock()
         #: Whoever runs an operation has it.
         self._executing = threading.Lock()
+        #: The thread that runs one it has called, or 0.
+        self._caller = 0
         self._running = False
 
     def take_role(self, rank: int) -> None:
@@ -144,30 +147,36 @@ class Group:
         if self.size == 1:
             self._run_one(guard, operation, table, action)
             return
-        with self._submitting:
-            here = waits and (self.last is None or self.last.is_completed()) and self._executing.acquire(blocking=False)
-            self.last = operation.work
-            if not here:
-                self._hand_over(guard, operation, table, action)
-        if here:
-            try:
+        here = False
+        try:
+            with self._submitting:
+                here = waits and (self.last is None or self.last.is_completed()) and self._executing.acquire(blocking=False)
+                if not here:
+                    self._hand_over(guard, operation, table, action)
+                self.last = operation.work
+            if here:
                 self._run_here(guard, operation, table, action)
-            finally:
+        finally:
+            if here:
+                self._caller = 0
                 self._executing.release()
 
     def _hand_over(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
+        if self._caller == threading.get_ident():
+            raise RuntimeError(f"{operation.name} was called in a signal's handler, in the middle of another of its group")
         if not self._running:
             self._running = True
             guard.spawn(f"group-{self.name}", lambda: self._run(guard))
         self._queue.put((operation, table, action))
 
     def _run_here(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
+        self._caller = threading.get_ident()
         try:
             self._run_one(guard, operation, table, action)
-        except Exception as error:
-            guard.thread_died(error)
-            raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and not places.raised_by_user(error):
+                guard.thread_died(error)
+                raise
             # A signal's handler has raised. What the peers have of this operation is unknown: no other may follow on its links.
             reason = f"{operation.name} was interrupted on this rank"
             guard.epoch_broken(table.epoch, reason)

@@ -164,6 +164,10 @@ class Listener:
             except OSError:
                 time.sleep(_OUT_OF_DESCRIPTORS_S)  # or the peer gave up: whoever means it tries again
                 return
+            if sock.family is socket.AF_UNIX and not network.is_same_user(sock):
+                # To close what another user sends along may block.
+                sock.close()
+                continue
             if len(self._half_open) >= MAX_HALF_OPEN:
                 self._drop(next(iter(self._half_open)))
             try:

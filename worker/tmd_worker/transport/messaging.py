@@ -50,8 +50,8 @@ class MessagingGroup(CallingGroup):
 
     def _report(self, deadline_s: float, timeout_s: float) -> None:
         tag = self._barrier_tag(0)
-        self._send(torch.empty(0), 0, tag)
-        told = self._receive("monitored_barrier", torch.empty(0), 0, tag)
+        self._send(_nothing(), 0, tag)
+        told = self._receive("monitored_barrier", _nothing(), 0, tag)
         if not told.ended_within(max(deadline_s - time.monotonic(), 0)):
             reason = (
                 f"monitored_barrier: rank 0 of the group let nobody go within {timeout_s:.1f} s; its error names who is missing"
@@ -61,7 +61,7 @@ class MessagingGroup(CallingGroup):
 
     def _count_in(self, deadline_s: float, timeout_s: float, wait_all_ranks: bool) -> None:
         tags = {place: self._barrier_tag(place) for place in range(1, self._group.size)}
-        come = {place: self._receive("monitored_barrier", torch.empty(0), place, tag) for place, tag in tags.items()}
+        come = {place: self._receive("monitored_barrier", _nothing(), place, tag) for place, tag in tags.items()}
         missing: list[int] = []
         for place, work in come.items():
             if not work.ended_within(max(deadline_s - time.monotonic(), 0)):
@@ -77,7 +77,7 @@ class MessagingGroup(CallingGroup):
         for work in come.values():
             work.wait()
         for place, tag in tags.items():
-            self._send(torch.empty(0), place, tag)
+            self._send(_nothing(), place, tag)
 
     def _barrier_tag(self, place: int) -> int:
         """Negative, unlike those of users; counted for each pair of ranks, whose links begin and end together."""
@@ -128,3 +128,8 @@ class MessagingGroup(CallingGroup):
     def _check_tag(name: str, tag: int) -> None:
         if tag < 0:
             raise ValueError(f"{name}: a tag must not be negative, got {tag}")
+
+
+def _nothing() -> Tensor:
+    """On the CPU, whatever the script has made the default."""
+    return torch.empty(0, device="cpu")

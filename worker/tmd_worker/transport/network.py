@@ -1,10 +1,15 @@
 """What all connections between the processes of a job have in common where they go through the network: IPv4 or IPv6 by the
-address, no gathering of small pieces, and a peer's host that vanishes is noticed although nothing is being sent."""
+address, no gathering of small pieces, and a host that vanishes is noticed although nothing is being sent. Within a host only
+processes of one user speak to one another without it."""
 
 from __future__ import annotations
 
+import os
 import socket
+import struct
 
+#: pid, uid, gid.
+_CREDENTIALS = struct.Struct("=iii")
 #: After this long without a byte from the peer its kernel is asked for a sign of life, and then again and again.
 KEEPALIVE_IDLE_S = 10
 KEEPALIVE_EVERY_S = 5
@@ -30,3 +35,9 @@ def prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+def is_same_user(sock: socket.socket) -> bool:
+    """The process at the other end of this unix socket has our user, as the kernel of this host sees it from here."""
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(uid == os.geteuid())
