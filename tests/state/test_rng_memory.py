@@ -14,7 +14,8 @@ from tmd_worker.state.tracked import Tracked
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(generators, "tracked", {})  # those of other tests live as long as the process
     with rng.undisturbed():
         random.seed(3)
         np.random.seed(3)
@@ -75,10 +76,11 @@ def test_what_is_captured_is_what_the_generators_say_after_any_draws() -> None:
 
 def test_generators_that_are_tracked_are_always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     own = np.random.default_rng(1)
-    monkeypatch.setitem(generators.tracked, "own", own)
-    before = rng.capture()
-    own.random()
-    assert rng.encode(rng.capture()) != rng.encode(before)
+    with monkeypatch.context() as patch:
+        patch.setitem(generators.tracked, "own", own)
+        before = rng.capture()
+        own.random()
+        assert rng.encode(rng.capture()) != rng.encode(before)
 
 
 def test_another_bit_generator_says_nothing_and_is_captured_all_the_same() -> None:
