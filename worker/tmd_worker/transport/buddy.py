@@ -1,13 +1,12 @@
 """The records of small state: this rank's go to its buddy, its ward's are kept here.
 
-Two generations (steps) are kept. A thread per ward link reads it to its end, also after this process is poisoned, because
-what the ward said last is what its replacement needs.
+Two generations (steps) are kept. A ward's link is read to its end, also after this process is poisoned, because what the ward
+said last is what its replacement needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import struct
 import threading
 import time
 
@@ -15,11 +14,9 @@ from tmd.protocol.membership import buddy_of, ward_of
 from tmd_worker import faults
 from tmd_worker.transport.group import Guard
 from tmd_worker.transport.link import Link, LinkEnded
+from tmd_worker.transport.ward import MAX_RECORD_BYTES, PREFIX, SMALL_BYTES, Message, Wake, WardLink
 from tmd_worker.transport.wire import MAX_PAYLOAD_BYTES, Kind
 
-#: In front of every record or tail: step, size of all that follows (over several frames).
-_PREFIX = struct.Struct("!qQ")
-MAX_RECORD_BYTES = 256 << 20
 #: How long the end of a ward's link is waited for after poison.
 DRAIN_S = 1.0
 
@@ -44,8 +41,9 @@ class BuddyChannel:
         self._links: dict[int, dict[int, Link]] = {}
         self._live_epoch = -1
         self._closed_epoch = -1
-        #: Ward links that a thread reads.
-        self._reading: set[Link] = set()
+        #: Ward links that are not at their end, and what ends the main thread's wait on one.
+        self._wards: dict[Link, WardLink] = {}
+        self._wake = Wake()
         self._generations: dict[int, _Generation] = {}
         self._had_tails = False
 
@@ -64,12 +62,14 @@ class BuddyChannel:
             )
         epoch = self._live_epoch if epoch is None else epoch
         if self._buddy == self._rank:
-            self._keep(kind, epoch, step, payload)
+            self._keep(Message(kind, epoch, step, payload))
             return
+        if len(payload) > SMALL_BYTES:  # then the ward's are, too, and must be read while this rank waits for room
+            self._recall_readers()
         link = self._links.get(epoch, {}).get(self._buddy)
         if link is None:
             return
-        message = memoryview(_PREFIX.pack(step, len(payload)) + payload)
+        message = memoryview(PREFIX.pack(step, len(payload)) + payload)
         try:
             for start in range(0, len(message), MAX_PAYLOAD_BYTES):
                 link.send(kind, epoch, message[start : start + MAX_PAYLOAD_BYTES])
@@ -85,8 +85,9 @@ class BuddyChannel:
         A deadline that passes breaks the link to the ward first, so False always means poisoned.
         """
         epoch = self._live_epoch
+        with self._wake:
+            self._await_record(step, epoch, time.monotonic() + deadline_s)
         with self._changed:
-            self._changed.wait_for(lambda: self._has(step, epoch) or self._closed_epoch >= epoch, deadline_s)
             if self._closed_epoch >= epoch:
                 return False
             here = self._has(step, epoch)
@@ -94,17 +95,29 @@ class BuddyChannel:
         if here:
             faults.point("record.held")
         elif link is not None:
-            self._guard.link_ended(link, f"rank {self._ward} sent no record of step {step} for {deadline_s:.0f} s", orderly=False)
+            self._guard.link_ended(link, f"rank {self._ward} sent no record of step {step} in time", orderly=False)
         return here
+
+    def _await_record(self, step: int, epoch: int, deadline_s: float) -> None:
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            with self._changed:
+                if self._closed_epoch >= epoch or self._has(step, epoch):
+                    return
+                link = self._links.get(epoch, {}).get(self._ward)
+                ward = None if link is None else self._wards.get(link)
+                if ward is None or not ward.lent:
+                    self._changed.wait(left_s)
+                    continue
+            ward.receive(left_s)
 
     def ward_records(self, step: int) -> tuple[bytes, bytes | None, bool] | None:
         """(record, tail or None, whether this ward ever sent a tail) of this step, or None.
 
-        After poison it waits (bounded) until the ward's link is read to its end.
+        After poison it waits (bounded) until the ward's link is read to its end, before that until what has come is read.
         """
         deadline_s = time.monotonic() + DRAIN_S
         with self._changed:
-            while any(self._guard.is_closed(link.epoch) for link in self._reading):
+            while any(self._guard.is_closed(link.epoch) or ward.behind() for link, ward in self._wards.items()):
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     break
@@ -131,10 +144,11 @@ class BuddyChannel:
             ward = links.get(self._ward)
             if ward is None:
                 return None
-            self._reading.add(ward)
+            reader = WardLink(ward, self._guard, self._wake, keep=self._keep, lends=self._notify)
+            self._wards[ward] = reader
             ward.hold()
         ward.set_timeout(0)
-        self._guard.spawn(f"ward-{epoch}", lambda: self._read(ward))
+        self._guard.spawn(f"ward-{epoch}", lambda: self._read(reader))
         return ward
 
     def activate(self, epoch: int, links: dict[int, Link]) -> None:
@@ -144,10 +158,10 @@ class BuddyChannel:
             self._live_epoch = epoch
             for older in [older for older in self._links if older < epoch]:
                 del self._links[older]
-            late = [link for link in self._reading if self._guard.is_closed(link.epoch)]
+            late = [link for link in self._wards if self._guard.is_closed(link.epoch)]
             self._changed.notify_all()
         for link in late:
-            link.interrupt()
+            link.interrupt()  # its reader has it already: nothing of a closed epoch is lent
 
     def forget(self, epoch: int) -> None:
         """The links that were opened for an epoch ahead are closed by now."""
@@ -161,74 +175,69 @@ class BuddyChannel:
             self._closed_epoch = max(self._closed_epoch, epoch)
             for older in [older for older in self._links if older <= epoch]:
                 del self._links[older]
+            for link, ward in self._wards.items():
+                if link.epoch <= epoch:
+                    ward.end_lending()
             self._changed.notify_all()
+        self._wake.ring()
 
     def end(self) -> None:
         """Nothing is waited for any more."""
         with self._changed:
-            reading = list(self._reading)
-        for link in reading:
-            link.interrupt()
+            links = list(self._wards)
+        for link in links:
+            self.interrupt(link)
+        self._wake.close()
 
     def is_read(self, link: Link) -> bool:
         """A ward's link: it is to be closed in one direction only, so that its end is still heard."""
-        return link in self._reading
+        return link in self._wards
 
-    # ---------------------------------------------------------------- the reader
+    def interrupt(self, link: Link) -> None:
+        """Ends the reading of a link, if it is a ward's: its end is not to be heard."""
+        link.interrupt()
+        with self._changed:
+            ward = self._wards.get(link)
+        if ward is not None:
+            ward.end_lending()
+            self._wake.ring()
 
-    def _read(self, link: Link) -> None:
-        """The thread's body: `link` is held for it."""
-        opened_in = link.epoch
+    # ---------------------------------------------------------------- what the ward sends
+
+    def _read(self, ward: WardLink) -> None:
+        """The body of the thread that reads this link, which is held for it."""
+        link = ward.link
         try:
-            while True:
-                kind, epoch, step, payload = self._read_message(link)
-                if epoch < opened_in:
-                    raise LinkEnded(link, f"sent a record of epoch {epoch} on a link of epoch {opened_in}")
-                self._keep(kind, epoch, step, payload)
-        except LinkEnded as ended:
-            self._guard.link_ended(link, str(ended), orderly=ended.orderly)
+            ward.read()
             with self._changed:
-                self._reading.discard(link)
+                del self._wards[link]
                 self._changed.notify_all()
         finally:
             link.release()
         if self._guard.is_closed(link.epoch):
             link.shut()
 
-    def _read_message(self, link: Link) -> tuple[Kind, int, int, bytes]:
-        kind, epoch, _, size = link.receive_header()
-        if kind not in (Kind.RECORD, Kind.TAIL) or size < _PREFIX.size:
-            raise LinkEnded(link, f"sent a {kind.name} frame of {size} bytes where records are sent")
-        first = bytearray(size)
-        link.read_payload(memoryview(first))
-        step, total = _PREFIX.unpack_from(first)
-        got = size - _PREFIX.size
-        if got > total or total > MAX_RECORD_BYTES:
-            raise LinkEnded(link, f"announced a record of {total} bytes, the limit is {MAX_RECORD_BYTES}")
-        if got == total:
-            return kind, epoch, step, bytes(memoryview(first)[_PREFIX.size :])
-        payload = bytearray(total)
-        view = memoryview(payload)
-        view[:got] = memoryview(first)[_PREFIX.size :]
-        while got < total:
-            next_kind, next_epoch, _, size = link.receive_header()
-            if (next_kind, next_epoch) != (kind, epoch) or not 0 < size <= total - got:
-                raise LinkEnded(link, "broke off a record in its middle")
-            link.read_payload(view[got : got + size])
-            got += size
-        return kind, epoch, step, bytes(payload)
-
-    def _keep(self, kind: Kind, epoch: int, step: int, payload: bytes) -> None:
+    def _recall_readers(self) -> None:
         with self._changed:
-            if kind is Kind.RECORD:
-                self._generations[step] = _Generation(epoch, payload)
+            for ward in self._wards.values():
+                ward.recall()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _keep(self, message: Message) -> None:
+        step = message.step
+        with self._changed:
+            if message.kind is Kind.RECORD:
+                self._generations[step] = _Generation(message.epoch, message.payload)
                 for other in [other for other in self._generations if other not in (step, step - 1)]:
                     del self._generations[other]
                 self._changed.notify_all()
             else:  # nobody waits for a tail: woken for one, the main thread would only wait again
                 self._had_tails = True
                 if step in self._generations:
-                    self._generations[step].tail = payload
+                    self._generations[step].tail = message.payload
 
     def _has(self, step: int, epoch: int) -> bool:
         generation = self._generations.get(step)

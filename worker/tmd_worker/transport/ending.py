@@ -28,7 +28,7 @@ class Ending:
         for link in links:
             self._watcher.remove(link)
             if link not in drained:
-                link.interrupt()
+                self._buddy.interrupt(link)
         for link in links:
             link.say_stop()
         for link in links:  # only now: who sees the end of one link finds the STOP on another, if it did not fit on this one

@@ -248,6 +248,19 @@ class Link:
         while filled < len(into):
             filled += self._read(into[filled:], socket.MSG_WAITALL)
 
+    def peek(self, into: memoryview) -> int:
+        """How many bytes have come, up to the size of `into`, which holds them then; they stay unread. 0 also at the end. Not for
+        links through memory."""
+        try:
+            return 0 if self._closed else self.stream.read(into, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:
+            return 0
+
+    def take(self, into: memoryview, frames: int) -> None:
+        """Reads what `peek` has shown: so many whole frames. Raises LinkEnded."""
+        self.read_payload(into)
+        self.state.received += frames
+
     def expect(self, payload: memoryview) -> None:
         """Makes this the place of the next frame's payload; `pull` fills it."""
         self._payload = payload
