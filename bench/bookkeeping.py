@@ -2,9 +2,13 @@
 
     python -m bench.bookkeeping --ranks 8
 
-All ranks run empty steps under the daemon, on one node, as fast as they can. A figure is the median over all ranks and steps, the
-CPU time the mean of the ranks. With more ranks than cores they wait for one another's turn: that is in the time, not in the CPU
-time. The same script without a daemon, which neither votes nor records, is run beside it. Writes OUT/bookkeeping.json.
+Four figures, each the median over all ranks and steps, the CPU time the mean of the ranks:
+- "bookkeeping": empty steps of one rank alone under the daemon, which has nobody to talk to.
+- "vote": records, votes and tails of all ranks on one host, without script, state and daemon (bench.votes).
+- "tmd": empty steps of all ranks under the daemon, on one node, as fast as they can. With more ranks than cores they wait for one
+  another's turn and find other ranks' data in the caches.
+- "plain": the same script without a daemon, which neither votes nor records.
+Writes OUT/bookkeeping.json.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any
 import click
 
 from bench.running import run_plain, run_under_tmd
+from bench.votes import vote_figures
 from tmd.demo.outputs import FolderRefused, take
 from tmd.demo.stack import Stack, end_as_on_ctrl_c
 
@@ -35,13 +40,16 @@ def main(out: Path, ranks: int, steps: int) -> None:
         take(out)
     except (FolderRefused, OSError) as error:
         raise click.UsageError(str(error)) from None
-    folders = {who: (out / who).resolve() for who in ("tmd", "plain")}
+    folders = {who: (out / who).resolve() for who in ("bookkeeping", "tmd", "plain")}
     for folder in folders.values():
         folder.mkdir(parents=True)
+    votes = vote_figures(ranks, steps)
     with Stack(out / "stack", nodes=1) as stack:
-        run_under_tmd(stack, ranks, [str(SCRIPT), "--steps", str(steps), "--out", str(folders["tmd"])], folders["tmd"])
+        for who, size in (("bookkeeping", 1), ("tmd", ranks)):
+            run_under_tmd(stack, size, [str(SCRIPT), "--steps", str(steps), "--out", str(folders[who])], folders[who])
     run_plain(ranks, [str(SCRIPT), "--steps", str(steps), "--out", str(folders["plain"])])
-    summary = {"ranks": ranks, "cpus": os.cpu_count(), "steps": steps} | {who: _figures(folders[who]) for who in folders}
+    figures = {who: _figures(folder) for who, folder in folders.items()}
+    summary = {"ranks": ranks, "cpus": os.cpu_count(), "steps": steps, "vote": votes} | figures
     (out / "bookkeeping.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))
 

@@ -37,3 +37,5 @@ def test_bookkeeping(tmp_path: Path) -> None:
     written = run("bench.bookkeeping", tmp_path / "bookkeeping", "--ranks", "2", "--steps", "500")
     assert written["tmd"]["step_us"] > written["plain"]["step_us"] > 0
     assert written["tmd"]["cpu_us_per_rank"] > 0
+    assert written["bookkeeping"]["step_us"] > 0
+    assert written["vote"]["round_us"] > 0

@@ -10,8 +10,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, ParamSpec
 
 from tmd.protocol.codec import MessageRefused
@@ -66,6 +66,7 @@ class Runtime:
         self._fabric: Fabric
         self._installer: Installer
         self._word_s = time.monotonic()
+        self._locked = _Locked(self)
 
     def attach(self, fabric: Fabric, installer: Installer) -> None:
         """The parts that need the runtime themselves. Before any event."""
@@ -75,7 +76,7 @@ class Runtime:
 
     def tell(self, event: Callable[P, list[Instruction]], *args: P.args, **kwargs: P.kwargs) -> None:
         """Passes one event to the core and carries out what it asks for."""
-        with self._locked():
+        with self._locked:
             self._perform(event(*args, **kwargs))
 
     def on_message(self, message: ToRank) -> None:
@@ -88,7 +89,7 @@ class Runtime:
             raise MessageRefused(f"the agent sent {type(message).__name__}, which only begins a rank's life")
 
     def _on_directive(self, order: Directive) -> None:
-        with self._locked():
+        with self._locked:
             if order.incarnation == self.core.incarnation:
                 self._word_s = time.monotonic()
                 self.order = order
@@ -130,7 +131,7 @@ class Runtime:
     def boundary(self) -> Boundary:
         """Waits at a step boundary for the leave to run the next step. Ends the process after hold_limit_s without word."""
         held_since_s = time.monotonic()
-        with self._locked():
+        with self._locked:
             while True:
                 answer, instructions = self.core.boundary()
                 self._perform(instructions)
@@ -163,13 +164,13 @@ class Runtime:
         return self.core.run_epoch >= 0 and self.core.dead() and self.core.verdict() is not Verdict.APPLY
 
     def begin_vote(self, *, last: bool) -> Ballot | None:
-        with self._locked():
+        with self._locked:
             return self.core.vote_begins(last=last)
 
     def end_vote(self, result: Ballot | None, *, sent: bool) -> Verdict:
         """Waits for the resolution if the vote's outcome is unknown."""
         held_since_s = time.monotonic()
-        with self._locked():
+        with self._locked:
             verdict, instructions = self.core.vote_ended(result, sent=sent)
             self._perform(instructions)
             if verdict is Verdict.BLOCK:
@@ -181,7 +182,7 @@ class Runtime:
 
     def discard(self) -> None:
         """The attempt that the main thread is in has been given up."""
-        with self._locked():
+        with self._locked:
             self.core.discarded()
 
     def hold(self, since_s: float, where: str) -> None:
@@ -201,18 +202,12 @@ class Runtime:
 
     # ---------------------------------------------------------------- instructions
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self.changed:
-            try:
-                yield
-            except BrokenInvariant:
-                end_process(
-                    EXIT_BROKEN,
-                    f"rank {self.core.rank} found an invariant broken, so it ends and will be replaced\n{traceback.format_exc()}",
-                )
-            finally:
-                self.changed.notify_all()
+    def broke_an_invariant(self) -> None:
+        """Only while a BrokenInvariant is handled."""
+        end_process(
+            EXIT_BROKEN,
+            f"rank {self.core.rank} found an invariant broken, so it ends and will be replaced\n{traceback.format_exc()}",
+        )
 
     def _perform(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -255,3 +250,22 @@ class Runtime:
         faults.rank = rank
         self._fabric.set_role(rank, self.welcome.world_size, self.welcome.nproc_per_node)
         faults.point("role.taken")
+
+
+class _Locked:
+    """The runtime's lock, for events: whoever waits for a change is woken at the end."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._changed = runtime.changed
+
+    def __enter__(self) -> None:
+        self._changed.acquire()
+
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None) -> None:
+        try:
+            if isinstance(error, BrokenInvariant):
+                self._runtime.broke_an_invariant()
+        finally:
+            self._changed.notify_all()
+            self._changed.release()

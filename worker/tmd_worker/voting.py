@@ -44,16 +44,12 @@ class CommitVote:
         step = core.next_step - 1
         if not core.has_state or self._own.tail(step) is not None:
             return
-        if self._own.has(step):
-            tail = self._tracked.tail(step) or b""
-            with self._runtime.changed:
-                self._own.put_tail(step, tail)
-        else:
-            record = self._tracked.record(step)
-            with self._runtime.changed:
-                self._own.put(step, record)
-                self._own.put_tail(step, b"")
+        record = None if self._own.has(step) else self._tracked.record(step)
+        tail = b"" if record is not None else self._tracked.tail(step) or b""
         with self._runtime.changed:
+            if record is not None:
+                self._own.put(step, record)
+            self._own.put_tail(step, tail)
             self._runtime.changed.notify_all()
 
     def send_tail(self, step: int, *, with_record: bool) -> None:

@@ -85,6 +85,7 @@ _SIGNATURES = {
     "tmd_shared_attach": (_INT, _U64, _ADDRESS),
     "tmd_shared_release": (_ADDRESS,),
     "tmd_vote": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _U32, _ADDRESS, _ADDRESS, _ADDRESS),
+    "tmd_hear_ward": (_ADDRESS, _INT, _ADDRESS, _SIZE, _U32, ctypes.c_int64, _ADDRESS),
     "tmd_combine_once": (_INT, _INT, _ADDRESS, _ADDRESS, _SIZE, _INT),
 }
 

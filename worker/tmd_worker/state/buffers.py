@@ -74,24 +74,27 @@ class Buffers:
 
     # ---------------------------------------------------------------- rollback
 
-    @torch.no_grad()
     def snapshot(self, *, reuse: bool = True) -> BufferSnapshot:
         """With `reuse` the memory of the last such snapshot is written into, which ends that one."""
-        before = self._snapshot if reuse else BufferSnapshot()
         now = BufferSnapshot()
         now.seats = [dict(place.buffers) for place in self._places]
         now.originals = [buffer for _, buffer in self]
+        if now.originals:
+            self._copy(now, self._snapshot if reuse else BufferSnapshot())
+        if reuse:
+            self._snapshot = now
+        return now
+
+    @torch.no_grad()
+    def _copy(self, now: BufferSnapshot, before: BufferSnapshot) -> None:
+        """What the buffers of `now` hold, into the memory of `before` if they are the same."""
         if len(before.originals) == len(now.originals) and all(
             a is b and _alike(copy, b) for a, b, copy in zip(before.originals, now.originals, before.copies, strict=True)
         ):
             now.copies = before.copies
-            if now.copies:
-                torch._foreach_copy_(now.copies, now.originals)
+            torch._foreach_copy_(now.copies, now.originals)
         else:
             now.copies = [buffer.detach().clone() for buffer in now.originals]
-        if reuse:
-            self._snapshot = now
-        return now
 
     @torch.no_grad()
     def restore(self, snapshot: BufferSnapshot) -> None:
@@ -115,6 +118,8 @@ class Buffers:
     def items(self) -> dict[str, Item]:
         """Copied in one piece for each type and device: a network may have hundreds of small ones."""
         buffers = list(self)
+        if not buffers:
+            return {}
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for _, buffer in buffers:
             kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())

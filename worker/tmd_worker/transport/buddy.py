@@ -101,14 +101,14 @@ class BuddyChannel:
     def _await_record(self, step: int, epoch: int, deadline_s: float) -> None:
         while (left_s := deadline_s - time.monotonic()) > 0:
             with self._changed:
-                if self._closed_epoch >= epoch or self._has(step, epoch):
+                if self._decided(step, epoch):
                     return
                 link = self._links.get(epoch, {}).get(self._ward)
                 ward = None if link is None else self._wards.get(link)
                 if ward is None or not ward.lent:
                     self._changed.wait(left_s)
                     continue
-            ward.receive(left_s)
+            ward.receive(left_s, lambda: self._decided(step, epoch))
 
     def ward_records(self, step: int) -> tuple[bytes, bytes | None, bool] | None:
         """(record, tail or None, whether this ward ever sent a tail) of this step, or None.
@@ -238,6 +238,11 @@ class BuddyChannel:
                 self._had_tails = True
                 if step in self._generations:
                     self._generations[step].tail = message.payload
+
+    def _decided(self, step: int, epoch: int) -> bool:
+        """Nothing is left to wait for."""
+        with self._changed:
+            return self._closed_epoch >= epoch or self._has(step, epoch)
 
     def _has(self, step: int, epoch: int) -> bool:
         generation = self._generations.get(step)

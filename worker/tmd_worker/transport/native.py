@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,8 @@ _BITWISE = range(4, 7)
 #: A float that is stored, not combined.
 _NO_REDUCTION = (0, _STORE)
 _MAX_TARGETS = 8
+#: As in ward.c.
+_NOT_SMALL = 2
 
 
 class _Code(enum.IntEnum):
@@ -159,6 +162,20 @@ def vote(table: LinkTable, ballot: bytearray) -> tuple[LinkEnded | None, bool, L
     from_above = parent is not None and outcome.link == parent.address
     broken = _how_it_ended(outcome, table.epoch, links, Kind.RESULT if from_above else Kind.BALLOT)
     return broken, bool(sent.value), _how_it_ended(below, table.epoch, children, Kind.RESULT)
+
+
+def hear_ward(ward: Link, wake_fd: int, into: memoryview, lowest_epoch: int, timeout_s: float) -> tuple[int, bool] | None:
+    """Takes what a ward has sent, in whole small messages up to its next record, which is waited for until `wake_fd` is readable
+    or the time is up. Returns how many bytes of them are in `into` now, and False if what comes next is no such message; None if
+    it cannot be done here."""
+    core = library.core().library
+    if core is None:
+        return None
+    taken = ctypes.c_uint64()
+    place = (ctypes.c_uint8 * len(into)).from_buffer(into)
+    timeout_ms = math.ceil(timeout_s * 1000)
+    heard = core.tmd_hear_ward(ward.address, wake_fd, place, len(into), lowest_epoch, timeout_ms, ctypes.addressof(taken))
+    return taken.value, heard != _NOT_SMALL
 
 
 def _how_it_ended(outcome: Outcome, epoch: int, links: Sequence[Link], kind: Kind) -> LinkEnded | None:

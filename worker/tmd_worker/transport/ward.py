@@ -11,9 +11,10 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from tmd_worker.transport import native
 from tmd_worker.transport.group import Guard
 from tmd_worker.transport.link import Link, LinkEnded
 from tmd_worker.transport.wire import HEADER, HEADER_BYTES, MAGIC, Kind
@@ -64,8 +65,11 @@ class Wake:
                 os.eventfd_write(self.fd, 1)
 
     def heard(self) -> None:
-        """When a wait has found it ringing."""
-        os.eventfd_read(self.fd)
+        """After a wait that it may have ended."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            pass  # the time was up
 
     def close(self) -> None:
         """Rings for the last time. Nobody begins to wait any more."""
@@ -98,8 +102,6 @@ class WardLink:
         self._either = select.poll()
         self._either.register(link.fd, select.POLLIN)
         self._either.register(wake.fd, select.POLLIN)
-        self._own = select.poll()
-        self._own.register(link.fd, select.POLLIN)
 
     # ---------------------------------------------------------------- the thread that waits
 
@@ -108,18 +110,27 @@ class WardLink:
         """The reader has stepped aside: `receive` reads."""
         return self._lent and not self._recalled
 
-    def receive(self, timeout_s: float) -> bool:
-        """Waits for small messages and keeps those that are there. False: the reader has the link, wait for what it keeps."""
+    def receive(self, timeout_s: float, enough: Callable[[], bool]) -> bool:
+        """Waits for small messages and keeps those that are there. False: the reader has the link, wait for what it keeps.
+
+        `enough`: asked once the reader cannot read any more: it may have done so since the caller looked last.
+        """
         with self._turn:
             if not self.lent:
                 return False
             self._borrowed = True
         try:
-            ready = [fd for fd, _ in self._either.poll(timeout_s * 1000)]
-            if self._wake.fd in ready:
-                self._wake.heard()
-            if self.link.fd in ready and not self._take_small():
+            if enough():
+                return True
+            taken_bytes, small = native.hear_ward(self.link, self._wake.fd, self._seen, self._opened_in, timeout_s) or self._hear(
+                timeout_s
+            )
+            for message in _messages(self._seen[:taken_bytes]):
+                self._keep(message)
+            if not small:
                 self.recall()
+            elif not taken_bytes:
+                self._wake.heard()
         finally:
             with self._turn:
                 self._borrowed = False
@@ -127,30 +138,27 @@ class WardLink:
                     self._turn.notify_all()
         return True
 
-    def _take_small(self) -> bool:
-        """Takes the small messages that are there whole. False: nothing is taken, what comes next is another thing."""
+    def _hear(self, timeout_s: float) -> tuple[int, bool]:
+        """As native.hear_ward."""
+        if self.link.fd not in [fd for fd, _ in self._either.poll(timeout_s * 1000)]:
+            return 0, True
         there = self._seen[: self.link.peek(self._seen)]
-        messages: list[Message] = []
-        taken_bytes = 0
-        while (found := self._small_message(there[taken_bytes:], len(messages))) is not None:
-            messages.append(found)
-            taken_bytes += HEADER_BYTES + PREFIX.size + len(found.payload)
-        self.link.take(self._seen[:taken_bytes], len(messages))
-        for message in messages:
-            self._keep(message)
-        return bool(messages)
+        taken_bytes = frames = 0
+        while (size := self._whole_message(there[taken_bytes:], frames)) > 0:
+            taken_bytes += size
+            frames += 1
+        self.link.take(there[:taken_bytes], frames)
+        return taken_bytes, frames > 0
 
-    def _small_message(self, there: memoryview, number: int) -> Message | None:
-        """The message that `there` begins with, the link's next but `number`."""
+    def _whole_message(self, there: memoryview, number: int) -> int:
+        """The size of the message that `there` begins with, if it is whole, small, and the link's next but `number`; else 0."""
         if len(there) < HEADER_BYTES + PREFIX.size:
-            return None
+            return 0
         magic, kind, epoch, sequence, size = HEADER.unpack_from(there)
         if magic != MAGIC or kind not in _KINDS or sequence != self.link.state.received + number or epoch < self._opened_in:
-            return None
-        step, total = PREFIX.unpack_from(there, HEADER_BYTES)
-        if size != PREFIX.size + total or len(there) < HEADER_BYTES + size:
-            return None
-        return Message(Kind(kind), epoch, step, bytes(there[HEADER_BYTES + PREFIX.size : HEADER_BYTES + size]))
+            return 0
+        whole = size == PREFIX.size + PREFIX.unpack_from(there, HEADER_BYTES)[1] and HEADER_BYTES + size <= len(there)
+        return HEADER_BYTES + size if whole else 0
 
     def recall(self) -> None:
         """The reader goes on, until it has read what is there."""
@@ -166,10 +174,16 @@ class WardLink:
 
     def behind(self) -> bool:
         """Something small that the ward has sent may not have been kept yet; if so the reader is on it."""
-        if not self._was_small or (self.lent and not self._own.poll(0)):
+        if not self._was_small or (self.lent and not self._unread()):
             return False
         self.recall()
         return True
+
+    def _unread(self) -> bool:
+        """Something has come, or the end. From any thread."""
+        look = select.poll()
+        look.register(self.link.fd, select.POLLIN)
+        return bool(look.poll(0))
 
     # ---------------------------------------------------------------- the reader
 
@@ -188,7 +202,7 @@ class WardLink:
 
     def _lend(self) -> None:
         """Steps aside while messages are small, until there is something that nobody else reads."""
-        if not self._was_small or self._ended or self._own.poll(0):
+        if not self._was_small or self._ended or self._unread():
             return
         with self._turn:
             self._lent, self._recalled = True, self._ended
@@ -196,7 +210,7 @@ class WardLink:
         with self._turn:
             lay_there = False
             while not self._recalled:
-                lies_there = not self._borrowed and bool(self._own.poll(0))
+                lies_there = not self._borrowed and self._unread()
                 if lay_there and lies_there:
                     break
                 lay_there = lies_there
@@ -229,3 +243,13 @@ class WardLink:
             link.read_payload(view[got : got + size])
             got += size
         return Message(kind, epoch, step, bytes(payload))
+
+
+def _messages(taken: memoryview) -> Iterator[Message]:
+    """Whole messages, each in one frame."""
+    while taken:
+        _, kind, epoch, _, size = HEADER.unpack_from(taken)
+        step, _ = PREFIX.unpack_from(taken, HEADER_BYTES)
+        end = HEADER_BYTES + size
+        yield Message(Kind(kind), epoch, step, bytes(taken[HEADER_BYTES + PREFIX.size : end]))
+        taken = taken[end:]
