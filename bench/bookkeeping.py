@@ -23,8 +23,9 @@ import click
 
 from bench.running import run_plain, run_under_tmd
 from bench.votes import vote_figures
+from tmd.demo.ending import end_as_on_ctrl_c
 from tmd.demo.outputs import FolderRefused, take
-from tmd.demo.stack import Stack, end_as_on_ctrl_c
+from tmd.demo.stack import Stack
 
 SCRIPT = Path(__file__).with_name("empty_job.py")
 

@@ -13,12 +13,10 @@ Small sizes on a machine with fewer cores than ranks flatter tmd: gloo's threads
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import json
 import multiprocessing
 import os
-import signal
 import statistics
 import sys
 import time
@@ -35,6 +33,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from tmd.protocol.membership import Member, Membership
+from tmd_worker import offspring
 from tmd_worker.core.rank import Admission
 from tmd_worker.native import library
 from tmd_worker.transport.fabric import Fabric
@@ -110,7 +109,7 @@ def _run(size: int, rounds: int, operations: tuple[str, ...], links: tuple[str, 
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, rounds, operations, links, sizes, together, theirs, port)
+            arguments = (rank, size, rounds, operations, links, sizes, together, theirs, port, os.getpid())
             child = context.Process(target=_rank, args=arguments, daemon=True)
             child.start()
             theirs.close()
@@ -213,8 +212,9 @@ def _rank(
     together: Barrier,
     pipe: Connection,
     port: Any,
+    parent_pid: int,
 ) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    offspring.end_with_parent(parent_pid)
     torch.set_num_threads(1)
     try:
         fabrics = [_fabric(rank, size, link) for link in links]

@@ -24,8 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tmd.core.records import PHASES
+from tmd.demo.ending import end_as_on_ctrl_c
 from tmd.demo.outputs import FolderRefused, take
-from tmd.demo.stack import Stack, end_as_on_ctrl_c
+from tmd.demo.stack import Stack
 
 NODES, STANDBYS = 4, 2
 TIMEOUT_S = 120.0

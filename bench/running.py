@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from tmd.demo.ending import uninterrupted
 from tmd.demo.stack import Stack
 
 TIMEOUT_S = 600.0
@@ -33,12 +35,21 @@ def run_under_tmd(stack: Stack, ranks: int, command: list[str], folder: Path) ->
 def run_plain(ranks: int, command: list[str]) -> None:
     """By `tmd-run --standalone`, which is a plain launcher. Raises CalledProcessError or TimeoutExpired."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TMD_")} | {"OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "tmd_worker.agent.main", "--standalone", "--nproc-per-node", str(ranks)]
-    subprocess.run(
-        [*launch, *command],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        timeout=TIMEOUT_S,
-        check=True,
-    )
+    launch = [sys.executable, "-m", "tmd_worker.agent.main", "--standalone", "--nproc-per-node", str(ranks), *command]
+    with contextlib.ExitStack() as ending:
+        with uninterrupted():
+            # In a session of its own: it is ended from here, not by a signal to this group of processes.
+            agent = subprocess.Popen(
+                launch, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+            )
+            ending.callback(_kill, agent)
+        code = agent.wait(TIMEOUT_S)
+    if code:
+        raise subprocess.CalledProcessError(code, launch)
+
+
+def _kill(agent: subprocess.Popen[bytes]) -> None:
+    """Its ranks end with it."""
+    with uninterrupted():
+        agent.kill()
+        agent.wait()

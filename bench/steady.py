@@ -20,8 +20,9 @@ from pathlib import Path
 import click
 
 from bench.running import run_plain, run_under_tmd
+from tmd.demo.ending import end_as_on_ctrl_c
 from tmd.demo.outputs import FolderRefused, take
-from tmd.demo.stack import Stack, end_as_on_ctrl_c
+from tmd.demo.stack import Stack
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "gpt" / "train.py"

@@ -10,11 +10,9 @@ each member and one more for the joiner. Prints one JSON object; every sum is ch
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import os
-import signal
 import statistics
 import sys
 import threading
@@ -27,6 +25,7 @@ import torch
 
 from tmd.protocol.control import TransportName
 from tmd.protocol.membership import Member, Membership, Plan
+from tmd_worker import offspring
 from tmd_worker.core.rank import Admission
 from tmd_worker.transport.fabric import Fabric
 from tmd_worker.transport.inner import InnerBroken, InnerGroup
@@ -140,8 +139,8 @@ class Worker:
         return table.inner if table is not None else None
 
 
-def worker(pipe: Connection, transport: TransportName, number: int, rank: int, members: int) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def worker(pipe: Connection, transport: TransportName, number: int, rank: int, members: int, parent_pid: int) -> None:
+    offspring.end_with_parent(parent_pid)
     torch.set_num_threads(1)
     try:
         Worker(pipe, transport, number, rank, members).run()
@@ -155,7 +154,7 @@ class Process:
     def __init__(self, transport: TransportName, number: int, rank: int, members: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=worker, args=(theirs, transport, number, rank, members), daemon=True)
+        self.process = context.Process(target=worker, args=(theirs, transport, number, rank, members, os.getpid()), daemon=True)
         self.process.start()
         theirs.close()
         self.rank = rank

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.demo.left_behind import ROOT, started, until
 from tmd.demo.stack import Stack
+from tmd.nodes.local_processes import pids_of
+from tmd.nodes.local_state import Book
 
 
 def test_the_callers_variables_do_not_reach_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,37 +29,42 @@ def test_the_callers_variables_do_not_reach_the_daemon(tmp_path: Path, monkeypat
     assert not elsewhere.exists()
 
 
-def marked(mark: str) -> list[int]:
-    """Every process that was started with this in its environment, or by such a one."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
-
-
 def test_a_demo_that_is_told_to_end_takes_everything_with_it(tmp_path: Path) -> None:
-    """As by Ctrl-C, which a process in the background of a shell does not hear."""
-    mark = secrets.token_hex(8)
-    command = [sys.executable, "-m", "tmd.demo", "--out", str(tmp_path / "out"), "--steps", "100000"]
-    demo = subprocess.Popen(command, env={**os.environ, "MARK_OF_TEST": mark}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    try:
-        until(lambda: len(marked(mark)) > 8, "the daemon, the agents and the ranks have been started")
-        demo.terminate()
-        output, _ = demo.communicate(timeout=60)
-        assert demo.returncode == 130
-        assert b"interrupted; everything that ran has been ended" in output
-        until(lambda: not marked(mark), "nothing is left")
-    finally:
-        for pid in marked(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        demo.wait(60)
+    """Ctrl-C and timeout(1) tell its whole group of processes, and again and again, also while it is ending."""
+    with started("tmd.demo", ["--out", str(tmp_path / "out"), "--steps", "100000"], tmp_path / "output") as demo:
+        until(lambda: len(demo.running()) > 8, "the daemon, the agents and the ranks have been started")
+        demo.tell_to_end(signal.SIGTERM)
+        assert demo.says("interrupted; everything that ran has been ended")
+        assert not demo.running()
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+STUBBORN = """
+import signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path(sys.argv[1], str(time.monotonic_ns())).touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("daemon", ["runs", "was killed"])
+def test_what_does_not_end_when_told_is_killed_beside_a_node_that_is_off(tmp_path: Path, daemon: str) -> None:
+    """A refusal (that node is off already) or a dead daemon spare nothing."""
+    script, running = tmp_path / "stubborn.py", tmp_path / "running"
+    script.write_text(STUBBORN)
+    running.mkdir()
+    with Stack(tmp_path / "stack", nodes=3) as stack:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'worker'}"}
+        stack.submit(nnodes=3, nproc_per_node=1, command=[str(script), str(running)], env=environment)
+        until(lambda: len(list(running.iterdir())) == 3, "every rank runs")
+        stack.client.post("/v1/local/nodes/n1/kill", {})
+        lives = [
+            life.mark
+            for job in Book.load(tmp_path / "stack" / "state" / "local" / "cluster.json").jobs.values()
+            for life in job.lives
+        ]
+        assert sum(len(pids_of(mark)) for mark in lives) == 4, "an agent and a rank on two nodes each"
+        if daemon == "was killed":
+            stack.kill()
+    assert not [pid for mark in lives for pid in pids_of(mark)]

@@ -11,11 +11,12 @@ from pathlib import Path
 import click
 
 from tmd.cli.client import ClientError
+from tmd.demo.ending import end_as_on_ctrl_c
 from tmd.demo.losses import compare, median_step_s
 from tmd.demo.outputs import FolderRefused, take
 from tmd.demo.report import document, shortcomings, show
 from tmd.demo.run import Disturbance, Run, RunFailed, Shape, run
-from tmd.demo.stack import Stack, StackError, end_as_on_ctrl_c
+from tmd.demo.stack import Stack, StackError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt" / "train.py"
 

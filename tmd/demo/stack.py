@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from tmd.cli.client import Client, ClientError
+from tmd.demo.ending import uninterrupted
+from tmd.nodes.local import kill_what_is_left
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
@@ -26,14 +28,6 @@ class StackError(RuntimeError):
 
 #: The nodes are spread over so many, or one each.
 RACKS = 3
-
-
-def end_as_on_ctrl_c() -> None:
-    """Whoever has a Stack and is told to end (SIGTERM, a terminal that closes) ends its daemon and its nodes, too. What was
-    ignored from the start (nohup) stays so."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
 
 
 class Stack:
@@ -49,6 +43,7 @@ class Stack:
         self._sockets = tempfile.TemporaryDirectory(prefix="tmd-demo-")
         self.socket = Path(self._sockets.name) / "tmd.sock"
         self._config = folder / "tmd.toml"
+        self._state_dir = folder / "state"
         self._nodes = nodes
         self._core = core or {}
         self._database = ["--database", database] if database else []
@@ -60,6 +55,8 @@ class Stack:
         core = [f"{key} = {json.dumps(value)}" for key, value in self._core.items()]
         lines = ["[local]", f"nodes = {self._nodes}", f"racks = {min(self._nodes, RACKS)}", "[core]", *core]
         self._config.write_text("\n".join(lines) + "\n")
+        # For a KeyboardInterrupt that comes right before `__exit__` has begun.
+        atexit.register(self._end)
         try:
             self.start()
         except BaseException:
@@ -69,11 +66,14 @@ class Stack:
 
     def start(self) -> None:
         """Starts the daemon and waits until it answers. Raises StackError."""
-        places = ["--config", self._config, "--state-dir", self.folder / "state", "--socket", self.socket, *self._database]
+        places = ["--config", self._config, "--state-dir", self._state_dir, "--socket", self.socket, *self._database]
         command = [sys.executable, "-m", "tmd.daemon.main", "serve", *map(str, places), "--resource-manager", "local"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TMD_")}
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        with self.log.open("ab") as log, uninterrupted():
+            # In a session of its own: Ctrl-C and timeout(1) signal the whole group of processes, and the daemon would be gone.
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -111,22 +111,20 @@ class Stack:
         return view
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        process = self._process
-        if process is not None and process.poll() is None:
-            with contextlib.suppress(ClientError):
-                for job in self.client.get("/v1/jobs")["jobs"]:
-                    if job["record"]["state"] not in ("done", "failed"):
-                        self.client.post(f"/v1/jobs/{job['record']['job_id']}/cancel", {})
-            with contextlib.suppress(ClientError):
-                for node in self.client.get("/v1/nodes")["nodes"]:
-                    self.client.post(f"/v1/local/nodes/{node['name']}/kill", {})
-            process.send_signal(signal.SIGTERM)
+        with uninterrupted():
+            self._end()
+
+    def _end(self) -> None:
+        """The daemon first, which could start something anew; then what its nodes run, whatever became of the daemon."""
+        if self._process is not None:
+            self._process.terminate()
             try:
-                process.wait(STOP_TIMEOUT_S)
+                self._process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait(STOP_TIMEOUT_S)
+                self.kill()
+        kill_what_is_left(self._state_dir)
         self._sockets.cleanup()
+        atexit.unregister(self._end)
 
     def _tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:]) if self.log.exists() else "(no log)"

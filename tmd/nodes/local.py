@@ -21,6 +21,7 @@ from pathlib import Path
 from tmd.core.records import NodeState
 from tmd.nodes.base import InvalidRequest, NodeEvent, NodeView, QueryFailed, RequestRefused, UnknownJob, UnknownNode
 from tmd.nodes.local_agents import AgentCommand, LocalAgents, tmd_run
+from tmd.nodes.local_processes import kill_all
 from tmd.nodes.local_record import Record
 from tmd.nodes.local_state import Book, JobRequest, Life, LocalJob, LocalNode, LocalSettings, NodeMarks
 from tmd.nodes.local_views import node_view, way_up
@@ -50,7 +51,7 @@ class LocalCluster:
         self._settings = settings
         self._nodes = {node.name: node for node in settings.expand()}
         self._directory = state_dir / "local"
-        self._record = Record(self._directory / "cluster.json", self._ring)
+        self._record = Record(_book_file(state_dir), self._ring)
         self._agents = LocalAgents(agent_command, daemon_address=daemon_address, grace_s=settings.release_grace_s)
         self._lock = asyncio.Lock()
         self._bell = asyncio.Event()
@@ -365,6 +366,21 @@ class LocalCluster:
         """Wakes every watch."""
         bell, self._bell = self._bell, asyncio.Event()
         bell.set()
+
+
+def kill_what_is_left(state_dir: Path) -> None:
+    """SIGKILL to everything that the nodes of this directory still run, for whoever is done with them. Their daemon must be gone.
+
+    Raises ValueError if the book cannot be read, TimeoutError if a process outlives it.
+    """
+    for job in Book.load(_book_file(state_dir)).jobs.values():
+        for life in job.lives:
+            if life.ended_s is None:
+                kill_all(life.mark, first=life.pid)
+
+
+def _book_file(state_dir: Path) -> Path:
+    return state_dir / "local" / "cluster.json"
 
 
 def _remedy(error: Exception) -> str:
