@@ -7,15 +7,17 @@ N ?= 20
 SEEDS ?= 0:1500
 # Where this project's Python is: a script of your own beside it is nobody's business.
 PYTHON_CODE := setup.py tmd worker migrations tests bench examples
-STAGES := lint fast daemon transport session simulator e2e soak install
+STAGES := lint fast daemon transport session simulator slurm e2e soak install
 
-.PHONY: help setup setup-tests demo soak bench-collectives test test-fast lint clean $(addprefix stage-,$(STAGES))
+.PHONY: help setup setup-tests setup-slurm demo soak bench-collectives slurm-up slurm-down test test-fast test-slurm lint clean $(addprefix stage-,$(STAGES))
 
 help:
 	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
 	@echo "make soak N=20  N demo runs with random moments of drain and kill, all must be bit-identical"
 	@echo "make bench-collectives  collectives against gloo's, into out/bench/collectives.json"
 	@echo "make test-fast  lint and the tests without database, real ranks and stacks"
+	@echo "make test-slurm  the tests on a real Slurm cluster, started and stopped on this machine (as root)"
+	@echo "make slurm-up   such a cluster to play with, until make slurm-down"
 	@echo "make test       everything"
 
 setup:
@@ -30,6 +32,15 @@ soak: setup
 bench-collectives: setup
 	$(PY) -m bench.collectives --out out/bench/collectives.json
 
+setup-slurm:
+	@scripts/setup-slurm
+
+slurm-up: setup setup-slurm
+	@$(PY) -m tests.slurm up
+
+slurm-down: setup
+	@$(PY) -m tests.slurm down
+
 setup-tests: setup
 	@scripts/setup-compiler
 	@scripts/setup-postgres
@@ -38,7 +49,11 @@ test-fast: setup-tests
 	@rm -rf out/stages out/flaky
 	@$(MAKE) --no-print-directory stage-lint stage-fast
 
-test: setup-tests
+test-slurm: setup setup-slurm
+	@rm -rf out/stages out/flaky
+	@$(MAKE) --no-print-directory stage-slurm
+
+test: setup-tests setup-slurm
 	@rm -rf out/stages out/flaky
 	@for stage in $(STAGES); do $(MAKE) --no-print-directory stage-$$stage || exit 1; done
 	@scripts/stages-complete $(STAGES)
@@ -48,7 +63,7 @@ stage-lint:
 
 # What needs a Postgres, many processes or minutes has a stage of its own.
 stage-fast:
-	@scripts/stage fast scripts/pytest-stage tests $(addprefix --ignore tests/,daemon transport session e2e)
+	@scripts/stage fast scripts/pytest-stage tests $(addprefix --ignore tests/,daemon transport session slurm e2e)
 
 stage-daemon:
 	@scripts/stage daemon scripts/pytest-stage tests/daemon
@@ -61,6 +76,10 @@ stage-session:
 
 stage-simulator:
 	@scripts/stage simulator $(PY) -m tests.simulator --seeds $(SEEDS) --jobs 2
+
+# One after the other: a cluster is a dozen daemons.
+stage-slurm:
+	@TEST_PROCESSES=1 scripts/stage slurm scripts/pytest-stage tests/slurm
 
 # One after the other: each of them starts up to a dozen processes that import PyTorch.
 stage-e2e:
