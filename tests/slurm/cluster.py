@@ -81,7 +81,7 @@ class SlurmCluster:
             self.run("sacctmgr", "-i", "add", "cluster", "tmd")
             for part in (SLURMCTLD, *self.options.node_names):
                 self.start_part(part)
-            self.wait_for(lambda: set(self.states().values()) == {"IDLE"}, "every node to be IDLE")
+            self.wait_for(self._all_idle, "every node to be IDLE")
         except BaseException:
             self.stop()
             raise
@@ -121,6 +121,10 @@ class SlurmCluster:
         """Returns once it has ended; slurmctld takes up to 15 s to end by itself, SIGKILL is faster."""
         self._running.stop(part, number)
 
+    def signal_part(self, part: str, number: signal.Signals) -> None:
+        """SIGSTOP makes it silent as a machine that hangs, SIGCONT ends that."""
+        self._running.send(part, number)
+
     def restart(self, part: str, number: signal.Signals = signal.SIGTERM) -> None:
         self.stop_part(part, number)
         self.start_part(part)
@@ -143,9 +147,14 @@ class SlurmCluster:
             self._kill_steps()
         states = self.states()
         for node, state in states.items():
-            if "DRAIN" in state or state.startswith("DOWN"):
+            if any(word in state for word in ("DRAIN", "FAIL", "DOWN")):
                 self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
-        return not jobs and set(states.values()) == {"IDLE"}
+        return not jobs and self._all_idle()
+
+    def _all_idle(self) -> bool:
+        """Of the nodes that there are; others may be written into slurm.conf."""
+        states = self.states()
+        return all(states.get(node) == "IDLE" for node in self.options.node_names)
 
     def _kill_steps(self) -> None:
         for node in self.options.node_names:
