@@ -13,17 +13,19 @@ import msgspec
 
 from tmd.core.records import NodeState
 
-#: Base states in which something of a job may still run on the node.
+#: States in which something of a job may still run on the node.
 BUSY_STATES = frozenset({"ALLOCATED", "MIXED", "COMPLETING"})
+#: Flags of a node that is to be left: nothing new starts there, and what runs should go.
+LEAVING_FLAGS = frozenset({"DRAIN", "FAIL", "REBOOT_REQUESTED", "REBOOT_ISSUED"})
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     """One node as its resource manager sees it: a base state plus flags, as in "IDLE+DRAIN"."""
 
     name: str
-    #: IDLE, ALLOCATED, MIXED, COMPLETING, DOWN or UNKNOWN. Draining is a flag, never a base state.
+    #: IDLE, ALLOCATED, MIXED, COMPLETING, DOWN or UNKNOWN; any other is unknown to tmd. Draining is a flag, never a base state.
     base: str
-    #: For example DRAIN, NOT_RESPONDING.
+    #: For example DRAIN, NOT_RESPONDING. A node that does not answer is up until it is called down: its agent knows sooner.
     flags: tuple[str, ...] = ()
     #: Where the node's ranks listen.
     address: str = ""
@@ -44,11 +46,10 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
         """What the daemon's core makes of it."""
         if self.base == "DOWN":
             return "down"
-        if self.base == "UNKNOWN":
-            return "unknown"
-        if "DRAIN" in self.flags:
-            return "draining" if self.base in BUSY_STATES else "drained"
-        return "up"
+        busy = not BUSY_STATES.isdisjoint((self.base, *self.flags))
+        if not LEAVING_FLAGS.isdisjoint(self.flags):
+            return "drained" if self.base == "IDLE" and not busy else "draining"
+        return "up" if busy or self.base == "IDLE" else "unknown"
 
 
 class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):

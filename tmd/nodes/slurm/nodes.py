@@ -1,0 +1,151 @@
+"""The nodes of a Slurm cluster.
+
+Contract: tmd.nodes.base.ResourceManager. slurmctld is the truth and is asked again and again; hints of its plugin only make tmd
+ask at once. What it does not answer is unknown. An administrator's drain and reason are never touched. A job's node is given back
+by making the job smaller, which Slurm allows the job's owner and operators.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from tmd.core.records import NodeState
+from tmd.nodes.base import LEAVING_FLAGS, NodeEvent, NodeView, QueryFailed, RequestRefused, UnknownJob
+from tmd.nodes.slurm.client import SlurmClient, checked_node
+from tmd.nodes.slurm.hints import HintSocket
+from tmd.nodes.slurm.records import SlurmJob, SlurmNode
+from tmd.nodes.slurm.settings import SlurmSettings
+
+log = logging.getLogger(__name__)
+
+
+class SlurmNodes:
+    """Implements tmd.nodes.base.ResourceManager. Use: `start`, then anything, then `close`."""
+
+    def __init__(self, settings: SlurmSettings, client: SlurmClient) -> None:
+        self._settings = settings
+        self._client = client
+        self._bell = asyncio.Event()
+        self._closed = False
+        self._hints = HintSocket(Path(settings.hint_socket), self._ring) if settings.hint_socket else None
+
+    async def start(self) -> None:
+        """Raises OSError if there can be no hint socket."""
+        if self._hints is not None:
+            self._hints.open()
+
+    async def close(self) -> None:
+        self._closed = True
+        self._ring()
+        if self._hints is not None:
+            self._hints.close()
+        await self._client.close()
+
+    # ---------------------------------------------------------------- the border
+
+    async def nodes(self) -> list[NodeView]:
+        nodes, jobs = await asyncio.gather(self._client.nodes(), self._client.jobs())
+        holders: dict[str, list[str]] = {}
+        for job in jobs:
+            for name in job.held_nodes:
+                holders.setdefault(name, []).append(job.job_id)
+        return [node_view(node, tuple(holders.get(node.name, ()))) for node in sorted(nodes, key=lambda node: node.name)]
+
+    async def drain(self, node: str, reason: str) -> None:
+        found = await self._client.node(node)
+        if "DRAIN" in found.flags or "FAIL" in found.flags:
+            return
+        # A node that is down has a reason already, and Slurm keeps but one.
+        await self._client.set_drain(node, found.reason or reason)
+        self._ring()
+
+    async def resume(self, node: str) -> None:
+        found = await self._client.node(node)
+        if found.base != "DOWN" and LEAVING_FLAGS.isdisjoint(found.flags):
+            raise RequestRefused(f"node {node} is not drained, it is {found.state}", "tmctl nodes")
+        await self._client.set_resume(node)
+        self._ring()
+
+    async def release(self, job_id: str, node: str) -> None:
+        checked_node(node)
+        try:
+            job = await self._client.job(job_id)
+        except UnknownJob:
+            return
+        if node in job.held_nodes and job.state != "COMPLETING":
+            await self.shrink(job, node)
+
+    async def shrink(self, job: SlurmJob, node: str) -> None:
+        """Takes one node from a running job; what the job still runs there is killed by Slurm.
+
+        Raises RequestRefused for the node of the batch script, which Slurm lets no job give away, and for a job's last node.
+        """
+        remaining = tuple(name for name in job.nodes if name != node)
+        if node == job.batch_host:
+            raise RequestRefused(
+                f"node {node} runs the batch script of job {job.job_id}, and Slurm lets no job give that node away",
+                "no rank is left there: it is free once the job ends, and what happens to the script ends the job",
+            )
+        if not remaining:
+            raise RequestRefused(f"node {node} is the last one of job {job.job_id}", f"end the job: scancel {job.job_id}")
+        await self._client.set_job_nodes(job.job_id, remaining)
+        self._ring()
+
+    async def watch(self) -> AsyncIterator[NodeEvent]:
+        """As the protocol says. Raises QueryFailed if the very first question is not answered: nobody is known by name yet."""
+        told: dict[str, tuple[NodeState, str]] = {}
+        silent = False
+        while not self._closed:
+            self._bell.clear()
+            asked_s = time.monotonic()
+            try:
+                news = {node.name: (node_view(node).meaning, node_reason(node)) for node in await self._client.nodes()}
+            except QueryFailed as error:
+                if not told:
+                    raise
+                if not silent:
+                    log.error("Slurm does not answer, the state of %d nodes is unknown: %s", len(told), error)
+                news = dict.fromkeys(told, ("unknown", str(error)))
+                # The reason of a failure may differ from one to the next; that it failed is told once.
+                changed = {name: is_now for name, is_now in news.items() if told[name][0] != "unknown"}
+                silent = True
+            else:
+                if silent:
+                    log.info("Slurm answers again")
+                silent = False
+                gone: tuple[NodeState, str] = ("unknown", "Slurm knows this node no more")
+                changed = {name: is_now for name, is_now in news.items() if told.get(name) != is_now}
+                changed |= {name: gone for name, was in told.items() if name not in news and was != gone}
+            told |= changed
+            for name, (state, reason) in changed.items():
+                yield NodeEvent(node=name, state=state, reason=reason)
+            await self._pause(time.monotonic() - asked_s)
+
+    # ---------------------------------------------------------------- inside
+
+    async def _pause(self, cost_s: float) -> None:
+        """Until the next question is due or somebody rings. However often that is, half of the time goes by unasked."""
+        if self._closed:
+            return
+        pause_s = self._settings.pause_s(cost_s)
+        await asyncio.sleep(min(cost_s, pause_s))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._bell.wait(), max(0.0, pause_s - cost_s))
+
+    def _ring(self) -> None:
+        """Makes the watch ask at once."""
+        self._bell.set()
+
+
+def node_view(node: SlurmNode, jobs: tuple[str, ...] = ()) -> NodeView:
+    return NodeView(name=node.name, base=node.base, flags=node.flags, address=node.address, reason=node_reason(node), jobs=jobs)
+
+
+def node_reason(node: SlurmNode) -> str:
+    """Somebody's words, or the flags where nobody has given any: a node that waits for its reboot often has none."""
+    return node.reason or ("" if LEAVING_FLAGS.isdisjoint(node.flags) else f"Slurm calls it {node.state}")
