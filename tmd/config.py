@@ -24,6 +24,7 @@ from msgspec import Meta
 from tmd.config_file import ConfigFile, UnreadableFile
 from tmd.core.settings import CoreSettings
 from tmd.nodes.local_state import LocalSettings
+from tmd.nodes.slurm.settings import SlurmSettings
 
 #: Where the packaged service puts the socket.
 SYSTEM_SOCKET = Path("/run/tmd/tmd.sock")
@@ -81,10 +82,10 @@ class DaemonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = ""
     resource_manager: Annotated[
-        Literal["local", "none"],
+        Literal["local", "slurm", "none"],
         Meta(
-            description="Where nodes come from. local: nodes are groups of processes on this machine, see [local]. none: "
-            "nodes are what the agents say, and operators drain them through tmctl."
+            description="Where nodes come from. local: nodes are groups of processes on this machine, see [local]. slurm: "
+            "nodes are Slurm's, see [slurm]. none: nodes are what the agents say, and operators drain them through tmctl."
         ),
     ] = "local"
     operators: Annotated[
@@ -103,6 +104,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     daemon: DaemonSettings = DaemonSettings()
     core: CoreSettings = CoreSettings()
     local: LocalSettings = LocalSettings()
+    slurm: SlurmSettings = SlurmSettings()
 
     @property
     def state_dir(self) -> Path:
@@ -213,6 +215,7 @@ def load_with_origins(
         daemon=DaemonSettings(**reading.values["daemon"]),
         core=CoreSettings(**reading.values["core"]),
         local=LocalSettings(**reading.values["local"]),
+        slurm=SlurmSettings(**reading.values["slurm"]),
     )
     errors = [*reading.errors, *_contradictions(config, reading.origins), *_no_text(config, reading.origins)]
     if errors:
@@ -344,5 +347,9 @@ def _contradictions(config: Config, origins: Mapping[tuple[str, str], str]) -> I
             config.local.expand()
         except ValueError as error:
             yield f"{at('local', 'nodes', 'racks', 'zones')}: {error}"
+    if problem := config.slurm.problem():
+        yield f"{at('slurm', 'poll_min_s', 'poll_max_s')}: {problem}"
+    if len(os.fsencode(config.slurm.hint_socket)) > SOCKET_PATH_LIMIT_BYTES:
+        yield f"{at('slurm', 'hint_socket')}: expected a path of at most {SOCKET_PATH_LIMIT_BYTES} bytes"
     if len(os.fsencode(config.socket)) > SOCKET_PATH_LIMIT_BYTES:
         yield f"{at('daemon', 'socket')}: expected a path of at most {SOCKET_PATH_LIMIT_BYTES} bytes, got {config.socket}"

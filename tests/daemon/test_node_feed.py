@@ -101,6 +101,30 @@ async def test_a_manager_that_does_not_answer_makes_its_nodes_unknown_until_it_d
     assert told.heard[2][2] == "slurmctld does not answer"
 
 
+async def test_the_log_tells_what_is_news_of_a_node_and_not_what_is_true_of_thousands(caplog: pytest.LogCaptureFixture) -> None:
+    """
+    1. Two nodes are up, as all are in the beginning; one is drained.
+    2. The manager says nothing for a while, and then that all is as before.
+    """
+    manager = Manager()
+    story: list[tuple[str, NodeState, str]] = [
+        ("n1", "up", ""),
+        ("n2", "up", ""),
+        ("n2", "draining", "bad DIMM"),
+        ("n1", "unknown", "no answer"),
+        ("n2", "unknown", "no answer"),
+        ("n1", "up", ""),
+        ("n2", "draining", "bad DIMM"),
+        ("n2", "up", ""),
+    ]
+    for node, state, reason in story:
+        manager.events.put_nowait(NodeEvent(node=node, state=state, reason=reason))
+    manager.events.put_nowait(None)
+    with caplog.at_level("INFO", "tmd.daemon"):
+        await asyncio.wait_for(NodeFeed(manager, HeardByCore()).run(), 10)  # type: ignore[arg-type]
+    assert [record.getMessage() for record in caplog.records] == ["node is draining: bad DIMM", "node is up"]
+
+
 async def test_a_node_is_given_back_however_long_it_takes_and_then_forgotten(ledger: Ledger) -> None:
     manager = Manager()
     manager.broken = True

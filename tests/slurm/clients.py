@@ -19,7 +19,7 @@ def settings(cluster: SlurmCluster, **changes: object) -> SlurmSettings:
     prefix = cluster.options.prefix
     base = {
         "client": CLIENT,
-        "slurm_conf": str(cluster.places.slurm_conf),
+        "conf": str(cluster.places.slurm_conf),
         "bin_dir": str(prefix / "bin") if prefix is not None else "",
     }
     return SlurmSettings(**(base | changes))  # type: ignore[arg-type]

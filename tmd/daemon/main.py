@@ -46,7 +46,7 @@ def main() -> None:
 @click.option("--socket", metavar="PATH", help="Unix socket of the API. Default: DIR/run/tmd.sock.")
 @click.option("--listen", metavar="HOST:PORT", help="TCP address for agents on other machines. Default: none.")
 @click.option("--database", metavar="URL", help="Ledger, for example postgresql://tmd@db/tmd. Default: SQLite in DIR.")
-@click.option("--resource-manager", type=click.Choice(["local", "none"]), help="Where nodes come from. Default: local.")
+@click.option("--resource-manager", type=click.Choice(["local", "slurm", "none"]), help="Where nodes come from. Default: local.")
 @click.option("--observe-only", is_flag=True, default=None, help="Watch and say what would be done; do nothing.")
 @click.option("--log-format", type=click.Choice(["logfmt", "json"]), help="Default: logfmt.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")

@@ -70,14 +70,12 @@ class ManualNodes:
         )
 
 
-def routes_of_no_cluster() -> list[web.AbstractRouteDef]:
+def routes_of_no_cluster(
+    resource_manager: str, instead: str = "start tmd-run on each node, or the daemon with: tmd serve --resource-manager local"
+) -> list[web.AbstractRouteDef]:
     """In the place of tmd.nodes.local_routes: what is asked of local nodes is refused in words."""
 
     async def refuse(_: web.Request) -> web.StreamResponse:
-        raise ApiError(
-            404,
-            "this daemon has no local nodes (resource_manager = none)",
-            "start tmd-run on each node, or the daemon with: tmd serve --resource-manager local",
-        )
+        raise ApiError(404, f"this daemon has no local nodes (resource_manager = {resource_manager})", instead)
 
     return [web.route("*", "/v1/local/{rest:.*}", refuse)]

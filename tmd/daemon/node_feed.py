@@ -11,7 +11,7 @@ from tmd.core.records import NodeState
 from tmd.daemon.loop import CoreLoop
 from tmd.ledger.errors import LedgerUnavailable
 from tmd.ledger.ledger import Ledger
-from tmd.nodes.base import ResourceManager, ResourceManagerError, UnknownJob, UnknownNode
+from tmd.nodes.base import NodeEvent, ResourceManager, ResourceManagerError, UnknownJob, UnknownNode
 
 log = logging.getLogger("tmd.daemon")
 
@@ -25,6 +25,8 @@ class NodeFeed:
         self._manager = manager
         self._loop = loop
         self._known: set[str] = set()
+        #: The last that was said of each node beside "unknown".
+        self._said: dict[str, tuple[NodeState, str]] = {}
 
     async def run(self) -> None:
         """Until the manager is closed."""
@@ -34,14 +36,7 @@ class NodeFeed:
                 async for event in self._manager.watch():
                     pause_s = RETRY_FIRST_S
                     self._known.add(event.node)
-                    level = logging.INFO if event.state == "up" else logging.WARNING
-                    log.log(
-                        level,
-                        "node is %s%s",
-                        event.state,
-                        f": {event.reason}" if event.reason else "",
-                        extra={"node": event.node},
-                    )
+                    self._log(event)
                     self._post(event.node, event.state, event.reason)
                 return
             except ResourceManagerError as error:
@@ -50,6 +45,17 @@ class NodeFeed:
                     self._post(node, "unknown", str(error))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_LONGEST_S)
+
+    def _log(self, event: NodeEvent) -> None:
+        """What is news of this node: not that it is up in the beginning, nor that it is unknown, as then all of them are."""
+        before = self._said.get(event.node, ("up", ""))
+        level = logging.INFO if event.state == "up" else logging.WARNING
+        if event.state == "unknown" or (event.state, event.reason) == before:
+            level = logging.DEBUG
+        if event.state != "unknown":
+            self._said[event.node] = (event.state, event.reason)
+        reason = f": {event.reason}" if event.reason else ""
+        log.log(level, "node is %s%s", event.state, reason, extra={"node": event.node})
 
     def _post(self, node: str, state: NodeState, reason: str) -> None:
         self._loop.post(lambda now: self._loop.core.node_state(now, node, state, reason))

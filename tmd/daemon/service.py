@@ -41,6 +41,9 @@ from tmd.ledger.reading import JOB_ENDED
 from tmd.nodes.base import ResourceManager
 from tmd.nodes.local import LocalCluster
 from tmd.nodes.local_routes import local_routes
+from tmd.nodes.slurm.choice import make_client
+from tmd.nodes.slurm.nodes import SlurmNodes
+from tmd.nodes.slurm.settings import SlurmSettings
 
 log = logging.getLogger("tmd.daemon")
 
@@ -166,8 +169,15 @@ async def _resource_manager(
 ) -> AsyncIterator[tuple[ResourceManager, list[web.AbstractRouteDef]]]:
     if config.daemon.resource_manager == "none":
         manual = ManualNodes(core.nodes, snapshot.nodes)
-        yield manual, routes_of_no_cluster()
+        yield manual, routes_of_no_cluster("none")
         await manual.close()
+        return
+    if config.daemon.resource_manager == "slurm":
+        async with _slurm_nodes(config.slurm) as slurm:
+            yield (
+                slurm,
+                routes_of_no_cluster("slurm", "jobs are submitted with sbatch, nodes drained with scontrol or tmctl drain"),
+            )
         return
     try:
         cluster = LocalCluster(config.local, config.state_dir, daemon_address=f"unix:{config.socket.absolute()}")
@@ -179,6 +189,25 @@ async def _resource_manager(
             yield cluster, local_routes(cluster)
         finally:
             await cluster.close()
+
+
+@contextlib.asynccontextmanager
+async def _slurm_nodes(settings: SlurmSettings) -> AsyncIterator[SlurmNodes]:
+    """Raises CannotStart. slurmctld may be away: its nodes are unknown until it answers."""
+    try:
+        client = await make_client(settings)
+        nodes = SlurmNodes(settings, client)
+        await nodes.start()
+    except ValueError as error:
+        raise CannotStart(str(error)) from None
+    except OSError as error:
+        await client.close()
+        raise CannotStart(f"no hints can be heard on {settings.hint_socket}: {error}; see [slurm] hint_socket") from None
+    log.info("nodes are Slurm's, asked through %s", client.description)
+    try:
+        yield nodes
+    finally:
+        await nodes.close()
 
 
 @contextlib.asynccontextmanager

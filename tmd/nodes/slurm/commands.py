@@ -150,5 +150,5 @@ class CommandClient:
 def command_env(settings: SlurmSettings) -> dict[str, str]:
     """Times as numbers, words in English, and nothing that would change what is shown."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED_PREFIXES)}
-    conf = settings.slurm_conf or os.environ.get("SLURM_CONF", "")
+    conf = settings.conf or os.environ.get("SLURM_CONF", "")
     return kept | {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C.UTF-8"} | ({"SLURM_CONF": conf} if conf else {})

@@ -25,7 +25,7 @@ class SlurmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             extra={"default": "PATH", "example": '"/opt/slurm/bin"'},
         ),
     ] = ""
-    slurm_conf: Annotated[
+    conf: Annotated[
         str,
         Meta(
             description="Slurm's own configuration file.",
