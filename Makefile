@@ -7,7 +7,7 @@ N ?= 20
 SEEDS ?= 0:1500
 # Where this project's Python is: a script of your own beside it is nobody's business.
 PYTHON_CODE := setup.py tmd worker migrations tests bench examples
-STAGES := lint fast daemon transport session simulator slurm e2e soak install
+STAGES := lint fast daemon munge transport session simulator slurm e2e soak install
 
 .PHONY: help setup setup-tests setup-slurm demo soak bench-collectives slurm-up slurm-down test test-fast test-slurm lint clean $(addprefix stage-,$(STAGES))
 
@@ -44,6 +44,7 @@ slurm-down: setup
 setup-tests: setup
 	@scripts/setup-compiler
 	@scripts/setup-postgres
+	@scripts/setup-munge
 
 test-fast: setup-tests
 	@rm -rf out/stages out/flaky
@@ -63,10 +64,13 @@ stage-lint:
 
 # What needs a Postgres, many processes or minutes has a stage of its own.
 stage-fast:
-	@scripts/stage fast scripts/pytest-stage tests $(addprefix --ignore tests/,daemon transport session slurm e2e)
+	@scripts/stage fast scripts/pytest-stage tests $(addprefix --ignore tests/,daemon munge transport session slurm e2e)
 
 stage-daemon:
 	@scripts/stage daemon scripts/pytest-stage tests/daemon
+
+stage-munge:
+	@scripts/stage munge scripts/pytest-stage tests/munge
 
 stage-transport:
 	@scripts/stage transport scripts/pytest-stage tests/transport

@@ -66,10 +66,24 @@ class DaemonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     listen: Annotated[
         str,
         Meta(
-            description="TCP address for agents on other machines, host:port; :port is every address. Agents need their "
-            "job's token; nothing but agents and GET /v1/health is served here. The connection is not "
-            "encrypted: use a network that only the cluster reaches.",
+            description="TCP address for other machines, host:port; :port is every address. Whoever comes has to prove who "
+            "it is, see tcp_auth; GET /v1/health is answered to anybody. The connection is not encrypted: use a network that "
+            "only the cluster reaches.",
             extra={"default": "none", "example": '"head:7070"'},
+        ),
+    ] = ""
+    tcp_auth: Annotated[
+        Literal["auto", "munge", "token"],
+        Meta(
+            description="What counts as a proof over TCP. munge: credentials alone, of agents and of tmctl. token: tokens "
+            "alone, of agents. auto: both, and munge only where libmunge is installed."
+        ),
+    ] = "auto"
+    munge_socket: Annotated[
+        str,
+        Meta(
+            description="Socket of this machine's munged.",
+            extra={"default": "libmunge's own (/run/munge/munge.socket.2)", "example": '"/run/munge/munge.socket.2"'},
         ),
     ] = ""
     database: Annotated[
@@ -91,8 +105,8 @@ class DaemonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     operators: Annotated[
         tuple[str, ...],
         Meta(
-            description="Users, by name or number, who may do all, beside root and the daemon's own user. Others read and "
-            "act on their own jobs. In the environment: names with commas between them.",
+            description="Users, by name or number, who may do all, beside root, the daemon's own user and Slurm's (SlurmUser "
+            "in slurm.conf). Others read and act on their own jobs. In the environment: names with commas between them.",
             extra={"default": "none", "example": '["alice", "bob"]'},
         ),
     ] = ()

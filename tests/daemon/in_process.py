@@ -22,6 +22,7 @@ from tmd.daemon.admission import Admissions, Tokens
 from tmd.daemon.agents import AgentHub
 from tmd.daemon.loop import CoreLoop
 from tmd.daemon.manual_nodes import ManualNodes
+from tmd.daemon.proofs import Proofs
 from tmd.daemon.store import RendezvousStores
 from tmd.ledger.ledger import Ledger
 
@@ -56,7 +57,7 @@ async def application(folder: Path, *, operators: frozenset[int]) -> AsyncIterat
     ledger = await Ledger.open(f"sqlite:///{folder / 'ledger.db'}")
     core = DaemonCore(CoreSettings(), generation=ledger.generation, snapshot=await ledger.load_snapshot())
     stores, tokens = RendezvousStores(ledger), Tokens(folder)
-    hub = AgentHub(Admissions(tokens, lambda job_id: None), stores, {})
+    hub = AgentHub(Admissions(tokens, lambda job_id: None), stores, {}, Proofs())
     with tempfile.TemporaryDirectory(prefix="tmd-") as sockets:
         path = f"{sockets}/tmd.sock"
         async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(path)) as session:

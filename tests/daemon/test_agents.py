@@ -137,7 +137,7 @@ async def test_the_store_answers_over_the_socket_and_outlives_a_kill(daemon: Dae
     assert (await agent.ask_store(4, "get", key="k")).value == b"v"
 
 
-async def test_over_tcp_agents_need_their_jobs_token_and_there_is_nothing_else(
+async def test_over_tcp_agents_need_their_jobs_token_and_nobody_else_is_known(
     make_daemon: Callable[..., Daemon], make_agent: MakeAgent
 ) -> None:
     port = free_port()
@@ -156,10 +156,10 @@ async def test_over_tcp_agents_need_their_jobs_token_and_there_is_nothing_else(
 
     remote = TcpClient(port)
     assert remote.get("/v1/health")["ok"]
-    for path in ("/v1/status", "/v1/jobs", "/v1/nodes", "/v1/jobs/j1/token"):
-        with pytest.raises(ClientError) as refused:
+    for path in ("/v1/status", "/v1/jobs", "/v1/nodes", "/v1/jobs/j1"):
+        with pytest.raises(ClientError, match="a munge credential has to say who asks") as refused:
             remote.get(path)
-        assert refused.value.status == 404
+        assert refused.value.status == 403
 
 
 class TcpClient:

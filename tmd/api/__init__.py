@@ -1,7 +1,9 @@
 """The daemon's HTTP interface, JSON both ways, version 1.
 
 Over the unix socket the caller is known by peer credentials: root, the daemon's own user and the configured operators may
-do all; another user reads and acts on own jobs only. The TCP listener serves `/v1/agent` and `/v1/health`, nothing else.
+do all; another user reads and acts on own jobs only. Over TCP the caller is known by a munge credential for exactly this
+request (tmd.api.authentication), and may do the same; whoever shows none is answered by `/v1/health` alone. Agents show theirs
+in the hello.
 Times are seconds since the Unix epoch. The views are those of `tmd.core.views`, without the job key; records those of
 `tmd.core.records`. An error is `{"error": text, "remedy": text}` with 400 (malformed), 403 (not yours), 404 (unknown),
 409 (refused in this state) or 503 (decided, but the ledger cannot be written yet).

@@ -18,8 +18,9 @@ from tmd.core.daemon import DaemonCore, Refused
 from tmd.core.records import JobRecord
 from tmd.daemon.admission import NotAdmitted, Tokens
 from tmd.daemon.agents import AgentHub
-from tmd.daemon.identity import peer_uid, user_name
+from tmd.daemon.identity import caller_uid, user_name
 from tmd.daemon.loop import CoreLoop, NotDurable
+from tmd.daemon.proofs import Proofs
 from tmd.ledger.errors import LedgerUnavailable
 from tmd.ledger.ledger import Ledger
 from tmd.nodes.base import RequestRefused, ResourceManager, ResourceManagerError, UnknownJob, UnknownNode
@@ -58,7 +59,7 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as the kernel (unix socket) says."""
+    """Who asks, as the kernel (unix socket) or munge (TCP) says."""
 
     uid: int
     #: Root, the daemon's own user or a configured operator.
@@ -86,7 +87,8 @@ class Context:
     operators: frozenset[int]
     changes: Changes
     started_s: float
-    caller_uid: Callable[[web.Request], int | None] = peer_uid
+    proofs: Proofs = dataclasses.field(default_factory=Proofs)
+    caller_uid: Callable[[web.Request], int | None] = caller_uid
 
     @property
     def core(self) -> DaemonCore:
@@ -96,7 +98,11 @@ class Context:
         """Raises ApiError if the connection does not say who it is."""
         uid = self.caller_uid(request)
         if uid is None:
-            raise ApiError(403, "this listener is for agents only", "use the daemon's unix socket on the head node")
+            raise ApiError(
+                403,
+                f"{request.method} {request.path}: over TCP a munge credential has to say who asks",
+                "use tmctl --daemon on a machine with the cluster's munge, or the daemon's unix socket on the head node",
+            )
         return Caller(uid, uid in self.operators)
 
     def operator(self, request: web.Request) -> Caller:

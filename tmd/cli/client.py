@@ -1,4 +1,4 @@
-"""A small synchronous client of the daemon's HTTP interface over its unix socket.
+"""A small synchronous client of the daemon's HTTP interface, over its unix socket or, with munge, over TCP.
 
 Contract: JSON in, JSON out; everything that goes wrong is a ClientError that says where it looked, what happened and what to
 do. One connection per request, so a client can be kept for as long as one likes.
@@ -51,8 +51,11 @@ class _UnixConnection(http.client.HTTPConnection):
 class Client:
     """Speaks to the daemon that listens on `path`."""
 
+    _elsewhere = "name another socket with --socket or TMD_SOCKET"
+
     def __init__(self, path: str | Path, *, timeout_s: float = TIMEOUT_S) -> None:
-        self.path = Path(path)
+        self.place = str(path)
+        self._path = Path(path)
         self._timeout_s = timeout_s
 
     def get(self, target: str) -> Any:
@@ -64,19 +67,28 @@ class Client:
         return self._ask("POST", target, {} if body is None else body)
 
     def _ask(self, method: str, target: str, body: Any) -> Any:
-        connection = _UnixConnection(self.path, self._timeout_s)
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} if data else {}
+        headers |= self._proof(method, target, data or b"")
+        connection = self._connection()
         try:
-            data = None if body is None else json.dumps(body)
-            connection.request(method, target, data, {"Content-Type": "application/json"} if data else {})
+            connection.request(method, target, data, headers)
             answer = connection.getresponse()
             content = answer.read()
         except OSError as error:
             raise self._unreachable(error) from None
         except http.client.HTTPException as error:
-            raise ClientError(f"{self.path} does not speak HTTP ({error!r})", "is this the socket of a tmd daemon?") from None
+            raise ClientError(f"{self.place} does not speak HTTP ({error!r})", "is this the address of a tmd daemon?") from None
         finally:
             connection.close()
         return self._read(method, target, answer.status, content)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        return _UnixConnection(self._path, self._timeout_s)
+
+    def _proof(self, method: str, target: str, body: bytes) -> dict[str, str]:
+        """Headers that say who asks. On a unix socket the kernel says it. Raises ClientError."""
+        return {}
 
     def _read(self, method: str, target: str, status: int, content: bytes) -> Any:
         try:
@@ -89,7 +101,7 @@ class Client:
             raise ClientError(str(value["error"]), str(value.get("remedy", "")), status=status)
         text = content[:200].decode(errors="replace").strip()
         raise ClientError(
-            f"{method} {target}: the daemon at {self.path} answered {status}: {text}",
+            f"{method} {target}: the daemon at {self.place} answered {status}: {text}",
             "tmctl and the daemon should be of the same version; the daemon's log may say more",
             status=status,
         )
@@ -97,20 +109,20 @@ class Client:
     def _unreachable(self, error: OSError) -> ClientError:
         if isinstance(error, TimeoutError):
             remedy = "it may be stopped or overloaded: look at its process and its log"
-            return ClientError(f"the daemon at {self.path} did not answer within {self._timeout_s:.0f} s", remedy)
+            return ClientError(f"the daemon at {self.place} did not answer within {self._timeout_s:.0f} s", remedy)
         if error.errno in (errno.EACCES, errno.EPERM):
-            return ClientError(f"no permission to use {self.path} as user {os.geteuid()}", self._who_may())
+            return ClientError(f"no permission to use {self.place} as user {os.geteuid()}", self._who_may())
         if error.errno in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR, errno.ENOTSOCK):
             what = "there is no such socket" if error.errno in (errno.ENOENT, errno.ENOTDIR) else "nobody listens there"
             return ClientError(
-                f"no daemon at {self.path}: {what}; the job, if one runs, is not affected",
-                "start it (systemctl start tmd, or: tmd serve), or name another socket with --socket or TMD_SOCKET",
+                f"no daemon at {self.place}: {what}; the job, if one runs, is not affected",
+                f"start it (systemctl start tmd, or: tmd serve), or {self._elsewhere}",
                 absent=True,
             )
-        return ClientError(f"talking to the daemon at {self.path} failed: {error}", "try again; its log may say more")
+        return ClientError(f"talking to the daemon at {self.place} failed: {error}", "try again; its log may say more")
 
     def _who_may(self) -> str:
-        for place in (self.path, self.path.parent):
+        for place in (self._path, self._path.parent):
             try:
                 group = place.stat().st_gid
             except OSError:

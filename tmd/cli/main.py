@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from urllib.parse import quote
 
@@ -9,11 +10,13 @@ import click
 
 from tmd import __version__
 from tmd.cli import views
+from tmd.cli.client import Client
 from tmd.cli.config import config
 from tmd.cli.ledger import ledger
 from tmd.cli.local import local
 from tmd.cli.migrate import migrate, migration, migrations
-from tmd.cli.shell import Tmctl, WholeNumber, command, make
+from tmd.cli.remote import BadAddress, client_for
+from tmd.cli.shell import Tmctl, WholeNumber, command
 from tmd.cli.watch import perhaps_starting
 from tmd.config import default_socket
 
@@ -24,9 +27,15 @@ from tmd.config import default_socket
     type=click.Path(path_type=Path),
     help="The daemon's unix socket. Default: TMD_SOCKET, then the system's daemon, then this user's.",
 )
+@click.option(
+    "--daemon",
+    metavar="ADDRESS",
+    help="The daemon on another machine, http://host:port; munge says who you are. Default: TMD_DAEMON without TMD_SOCKET.",
+)
+@click.option("--munge-socket", envvar="TMD_MUNGE_SOCKET", default="", help="This machine's munged. Default: libmunge's own.")
 @click.version_option(__version__, prog_name="tmctl")
 @click.pass_context
-def main(context: click.Context, socket: Path | None) -> None:
+def main(context: click.Context, socket: Path | None, daemon: str | None, munge_socket: str) -> None:
     """Look at and steer tmd, which replaces one machine of a running training job.
 
     \b
@@ -37,8 +46,17 @@ def main(context: click.Context, socket: Path | None) -> None:
       tmctl migrate local-1 --rank 3 --wait       move one rank and watch it go
       tmctl story m1                              what led to a migration, and how it went
       tmctl local run --nodes 4 --standby 2 -- train.py --steps 100
+      tmctl --daemon http://head:7070 jobs        from a login node with munge
     """
-    context.obj = make(socket or default_socket())
+    if socket is not None and daemon is not None:
+        raise click.UsageError("--socket and --daemon name two daemons: give one of them")
+    if socket is None and daemon is None and "TMD_SOCKET" not in os.environ:
+        daemon = os.environ.get("TMD_DAEMON")
+    try:
+        client = client_for(daemon, munge_socket) if daemon else Client(socket or default_socket())
+    except BadAddress as error:
+        raise click.UsageError(str(error)) from None
+    context.obj = Tmctl(client)
 
 
 @main.command()

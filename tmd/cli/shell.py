@@ -71,7 +71,9 @@ class Tmctl:
                 if not error.absent or time.monotonic() > deadline:
                     raise
             if not said:
-                click.echo(f"no daemon listens at {self.client.path} yet: waiting up to {DAEMON_START_S:.0f} s for one", err=True)
+                click.echo(
+                    f"no daemon listens at {self.client.place} yet: waiting up to {DAEMON_START_S:.0f} s for one", err=True
+                )
                 said = True
             time.sleep(RETRY_S)
 
@@ -136,7 +138,3 @@ def complain(message: str, remedy: str, *, as_json: bool) -> None:
     click.echo(f"error: {message}", err=True)
     if remedy:
         click.echo(f"  what to do: {remedy}", err=True)
-
-
-def make(socket: Path) -> Tmctl:
-    return Tmctl(Client(socket))

@@ -1,8 +1,8 @@
 """Who may speak for which job.
 
-Over the unix socket the kernel says who is there; over TCP a token does: `uid.mac`, made by this daemon for one job and one
-owner. The first agent of a job makes its user the job's owner; after that only the owner, root and the daemon's own user may
-bring agents. The job key is made here, kept in the ledger, and handed only to an agent that was admitted.
+Over the unix socket the kernel says who is there; over TCP munge does (tmd.daemon.proofs), or a token: `uid.mac`, made by this
+daemon for one job and one owner. The first agent of a job makes its user the job's owner; after that only the owner, root and the
+daemon's own user may bring agents. The job key is made here, kept in the ledger, and handed only to an agent that was admitted.
 """
 
 from __future__ import annotations
@@ -68,23 +68,29 @@ class Tokens:
 class Admissions:
     """Admits agents. `job` looks up what the core knows, whether it has ended or not."""
 
-    def __init__(self, tokens: Tokens, job: Callable[[str], JobRecord | None]) -> None:
+    def __init__(
+        self, tokens: Tokens, job: Callable[[str], JobRecord | None], *, munge: bool = False, tokens_count: bool = True
+    ) -> None:
+        """`munge` and `tokens_count`: which proofs are taken over TCP."""
         self._tokens = tokens
+        self._munge = munge
+        self._tokens_count = tokens_count
         self._job = job
         #: Jobs whose first hello the core has not seen yet.
         self._new: dict[str, Admission] = {}
 
-    def admit(self, hello: AgentHello, peer_uid: int | None, seen_from: str = "") -> Admission:
-        """`peer_uid` None: not a unix socket, and `seen_from` is where the connection comes from. Raises NotAdmitted."""
+    def admit(self, hello: AgentHello, known_uid: int | None, seen_from: str = "") -> Admission:
+        """`known_uid`: as the kernel or munge says; None: it has to show a token. `seen_from`: where it comes from over TCP.
+
+        Raises NotAdmitted.
+        """
         _check_names(hello)
         _check_way(hello, seen_from)
-        uid = peer_uid if peer_uid is not None else self._tokens.owner(hello.job_id, hello.token)
+        uid = known_uid
+        if uid is None and self._tokens_count:
+            uid = self._tokens.owner(hello.job_id, hello.token)
         if uid is None:
-            what = "its token is not for this job" if hello.token else "it has no token"
-            raise NotAdmitted(
-                f"an agent of job {hello.job_id} came over TCP and {what}: on the head node, as the job's owner, run "
-                f"tmctl job token {hello.job_id} > token, bring that file here and run tmd-run with --token-file token"
-            )
+            raise NotAdmitted(f"an agent of job {hello.job_id} came over TCP and {self._what_is_missing(hello)}")
         record = self._job(hello.job_id)
         known = Admission(record.owner_uid, record.job_key) if record is not None else self._new.get(hello.job_id)
         if known is None:
@@ -95,6 +101,21 @@ class Admissions:
                 "choose another job id"
             )
         return Admission(uid, known.job_key)
+
+    def _what_is_missing(self, hello: AgentHello) -> str:
+        """Of the proofs that would count here, and how to bring one."""
+        if not self._tokens_count:
+            return "has no munge credential, and nothing else counts here: run tmd-run with --auth munge on a node with munge"
+        token = (
+            f"on the head node, as the job's owner, run tmctl job token {hello.job_id} > token, bring that file here and run "
+            "tmd-run with --token-file token"
+        )
+        if hello.token:
+            return f"its token is not for this job: {token}"
+        if self._munge:
+            return f"has no munge credential and no token: install munge on that node with the cluster's key, or {token}"
+        ignored = " (munge credentials do not count here: libmunge is missing, or tcp_auth is token)" if hello.credential else ""
+        return f"has no token{ignored}: {token}"
 
     def settled(self, job_id: str) -> None:
         """The core has seen the first hello: from here its record counts, or there is no such job."""

@@ -11,7 +11,7 @@ import asyncio
 import collections
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import aiohttp
 import msgspec
@@ -21,8 +21,10 @@ from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, Welcome
 from tmd.daemon.admission import Admissions, NotAdmitted
 from tmd.daemon.identity import peer_address, peer_uid
 from tmd.daemon.loop import CoreLoop
+from tmd.daemon.proofs import Proofs
 from tmd.daemon.store import RendezvousStores
-from tmd.protocol.agent import AgentHello, AgentRefused, AgentStatus, StoreReply, StoreRequest, ToAgent
+from tmd.munge.library import MungeError
+from tmd.protocol.agent import AgentHello, AgentRefused, AgentStatus, AgentWelcome, StoreReply, StoreRequest, ToAgent
 from tmd.protocol.codec import FROM_AGENT, MAX_MESSAGE_BYTES, TO_AGENT, MessageRefused, check_protocol
 
 log = logging.getLogger("tmd.daemon")
@@ -37,17 +39,21 @@ CLOSE_TIMEOUT_S = 1.0
 #: Store requests of one agent that may wait at a time; more are left unread.
 STORE_REQUESTS_OPEN = 1024
 #: How connections end without anybody's bug.
-_ENDS = (MessageRefused, TimeoutError, ConnectionError)
+_ENDS = (MessageRefused, TimeoutError, ConnectionError, MungeError)
 
 
 class AgentConnection:
     """What goes out to one agent."""
 
-    def __init__(self, hello: AgentHello, uid: int) -> None:
+    def __init__(
+        self, hello: AgentHello, uid: int, seal: Callable[[AgentWelcome], Awaitable[AgentWelcome]] | None = None
+    ) -> None:
+        """`seal` hides the job key of a welcome from all others than the agent's user."""
         self.job_id = hello.job_id
         self.agent_id = hello.agent_id
         self.node = hello.node
         self.uid = uid
+        self._seal = seal
         self._messages: collections.deque[ToAgent] = collections.deque()
         self._directive: DirectAgent | None = None
         self._closing = False
@@ -69,7 +75,8 @@ class AgentConnection:
         self._bell.set()
 
     async def send_all(self, socket: web.WebSocketResponse) -> None:
-        """Until closed. Raises OSError or TimeoutError when the agent does not take it."""
+        """Until closed. Raises OSError or TimeoutError when the agent does not take it, MungeError if the job key cannot be
+        sealed for it."""
         while True:
             await self._bell.wait()
             self._bell.clear()
@@ -79,6 +86,8 @@ class AgentConnection:
                 else:
                     assert self._directive is not None
                     message, self._directive = self._directive.directive, None
+                if self._seal is not None and isinstance(message, AgentWelcome):
+                    message = await self._seal(message)
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await socket.send_bytes(TO_AGENT.encode(message))
             if self._closing:
@@ -88,9 +97,12 @@ class AgentConnection:
 class AgentHub:
     """All connected agents."""
 
-    def __init__(self, admissions: Admissions, stores: RendezvousStores, jobs_of_agents: Mapping[str, str]) -> None:
+    def __init__(
+        self, admissions: Admissions, stores: RendezvousStores, jobs_of_agents: Mapping[str, str], proofs: Proofs
+    ) -> None:
         """`jobs_of_agents`: as an earlier daemon knew them."""
         self._admissions = admissions
+        self._proofs = proofs
         self._stores = stores
         self._loop: CoreLoop | None = None
         self._connections: dict[str, AgentConnection] = {}
@@ -142,6 +154,10 @@ class AgentHub:
             log.warning("agent refused: %s", error)
             with contextlib.suppress(OSError):
                 await socket.send_bytes(TO_AGENT.encode(AgentRefused(reason=str(error))))
+        except MungeError as error:
+            log.error("an agent comes by munge and cannot be told from others: %s; it tries again", error.whole())
+            await socket.close(code=aiohttp.WSCloseCode.TRY_AGAIN_LATER, message=b"munge is down on the head node")
+            return socket
         else:
             if connection is not None:
                 await self._converse(self._loop, socket, connection)
@@ -149,9 +165,10 @@ class AgentHub:
         return socket
 
     async def _admit(
-        self, loop: CoreLoop, socket: web.WebSocketResponse, uid: int | None, seen_from: str
+        self, loop: CoreLoop, socket: web.WebSocketResponse, peer: int | None, seen_from: str
     ) -> AgentConnection | None:
-        """None if the agent left before it had said who it is. Raises MessageRefused, NotAdmitted."""
+        """`peer`: the user as the kernel knows it. None if the agent left before it had said who it is. Raises MessageRefused,
+        NotAdmitted, MungeError."""
         try:
             hello = await _receive(socket, HELLO_TIMEOUT_S)
         except TimeoutError:
@@ -162,15 +179,17 @@ class AgentHub:
             raise MessageRefused(f"the first message was {type(hello).__name__}, expected AgentHello")
         if reason := check_protocol(hello.protocol):
             raise NotAdmitted(reason)
-        admission = self._admissions.admit(hello, uid, seen_from)
+        by_munge = await self._by_munge(hello) if peer is None else None
+        admission = self._admissions.admit(hello, by_munge if peer is None else peer, seen_from)
         if self._jobs_of_agents.setdefault(hello.agent_id, hello.job_id) != hello.job_id:
             raise NotAdmitted(f"agent id {hello.agent_id} is in use by another job: start the agent again")
-        connection = AgentConnection(hello, admission.uid)
+        seal = None if by_munge is None else (lambda welcome: self._proofs.sealed(welcome, hello, by_munge))
+        connection = AgentConnection(hello, admission.uid, seal)
         before = self._connections.get(hello.agent_id)
         self._connections[hello.agent_id] = connection
         if before is not None:
             before.close()
-        proven = msgspec.structs.replace(hello, uid=admission.uid, token="")
+        proven = msgspec.structs.replace(hello, uid=admission.uid, token="", credential="")
 
         def event(now: float) -> list[Instruction]:
             instructions = loop.core.agent_hello(now, proven, admission.job_key)
@@ -180,6 +199,15 @@ class AgentHub:
         loop.post(event)
         _log(connection, logging.INFO, "agent connected")
         return connection
+
+    async def _by_munge(self, hello: AgentHello) -> int | None:
+        """The user that the credential proves; None if a token has to. Raises NotAdmitted, MungeError."""
+        try:
+            return await self._proofs.agent_uid(hello)
+        except MungeError:
+            if hello.token and self._proofs.tokens:
+                return None
+            raise
 
     async def _converse(self, loop: CoreLoop, socket: web.WebSocketResponse, connection: AgentConnection) -> None:
         sender = asyncio.create_task(connection.send_all(socket), name=f"to agent {connection.agent_id}")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import socket
 import struct
 from collections.abc import Iterable
+from pathlib import Path
 
 from aiohttp import web
 
 _CREDENTIALS = struct.Struct("3i")
+#: Who asks over TCP, once that is proven.
+PROVEN_UID = "tmd_proven_uid"
+#: Whose file names the user that Slurm's controller runs as.
+SLURM_CONF = Path("/etc/slurm/slurm.conf")
 
 
 class UnknownUser(ValueError):
@@ -26,10 +32,22 @@ def peer_uid(request: web.Request) -> int | None:
     return int(uid)
 
 
+def caller_uid(request: web.Request) -> int | None:
+    """Who asks: as proven over TCP, as the kernel says on a unix socket; None if nobody can tell."""
+    proven: int | None = request.get(PROVEN_UID)
+    return proven if proven is not None else peer_uid(request)
+
+
 def peer_address(request: web.Request) -> str:
     """Where a connection over TCP comes from; empty on a unix socket."""
     peer = request.transport.get_extra_info("peername") if request.transport is not None else None
     return str(peer[0]) if isinstance(peer, tuple) else ""
+
+
+def operators(names: Iterable[str]) -> frozenset[int]:
+    """Who may do all: `operator_uids` and the user that Slurm's controller runs as. Raises UnknownUser."""
+    slurm = slurm_user_uid()
+    return operator_uids(names) | ({slurm} if slurm is not None else set())
 
 
 def operator_uids(names: Iterable[str]) -> frozenset[int]:
@@ -44,6 +62,25 @@ def operator_uids(names: Iterable[str]) -> frozenset[int]:
         except KeyError:
             raise UnknownUser(f"daemon.operators: there is no user {name!r} on this machine") from None
     return frozenset(uids)
+
+
+def slurm_user_uid(file: Path | None = None) -> int | None:
+    """Who Slurm's controller runs as, by slurm.conf ($SLURM_CONF, else /etc/slurm); None if the file does not say."""
+    path = file or Path(os.environ.get("SLURM_CONF") or SLURM_CONF)
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return None
+    found = re.findall(r"^\s*SlurmUser\s*=\s*([^\s#]+)", text, re.MULTILINE | re.IGNORECASE)
+    if not found:
+        return None
+    name = found[-1].partition("(")[0]
+    if name.isdigit():
+        return int(name)
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return None
 
 
 def user_name(uid: int) -> str:

@@ -28,16 +28,18 @@ from tmd.core.records import JobRecord, LedgerSnapshot
 from tmd.daemon.admission import Admissions, Tokens
 from tmd.daemon.agents import AgentHub
 from tmd.daemon.http_log import quiet_http
-from tmd.daemon.identity import operator_uids
+from tmd.daemon.identity import operators
 from tmd.daemon.loop import CoreLoop
 from tmd.daemon.manual_nodes import ManualNodes, routes_of_no_cluster
 from tmd.daemon.narrator import Narrator
 from tmd.daemon.node_feed import NodeFeed, Releases
 from tmd.daemon.notify import Notifier
+from tmd.daemon.proofs import Proofs
 from tmd.daemon.store import RendezvousStores
 from tmd.daemon.supervision import supervised
 from tmd.ledger.ledger import Ledger
 from tmd.ledger.reading import JOB_ENDED
+from tmd.munge.library import MungeAbsent
 from tmd.nodes.base import ResourceManager
 from tmd.nodes.local import LocalCluster
 from tmd.nodes.local_routes import local_routes
@@ -119,7 +121,9 @@ async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: co
     snapshot = await ledger.load_snapshot()
     core = DaemonCore(config.core, generation=ledger.generation, snapshot=snapshot)
     stores, tokens, changes = RendezvousStores(ledger), Tokens(config.state_dir), Changes()
-    hub = AgentHub(Admissions(tokens, lambda job_id: _record(core, job_id)), stores, _agents(snapshot))
+    proofs = _proofs(config)
+    admissions = Admissions(tokens, lambda job_id: _record(core, job_id), munge=proofs.munge, tokens_count=proofs.tokens)
+    hub = AgentHub(admissions, stores, _agents(snapshot), proofs)
     outlets = _Outlets(hub, stores, tokens, changes, Narrator(snapshot))
     loop = CoreLoop(core, ledger, outlets, paused=snapshot.paused)
     hub.attach(loop)
@@ -133,7 +137,8 @@ async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: co
         hub=hub,
         manager=manager,
         tokens=tokens,
-        operators=operator_uids(config.daemon.operators),
+        operators=operators(config.daemon.operators),
+        proofs=proofs,
         changes=changes,
         started_s=time.time(),
     )
@@ -153,6 +158,16 @@ async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: co
     running.callback(hub.stop)
     _say_ready(config, ledger, snapshot, notifier)
     return failed
+
+
+def _proofs(config: Config) -> Proofs:
+    """Raises CannotStart."""
+    if config.listen is None:
+        return Proofs()
+    try:
+        return Proofs.configured(config.daemon.tcp_auth, config.daemon.munge_socket)
+    except MungeAbsent as error:
+        raise CannotStart(f"tcp_auth is munge, and {error.whole()}") from None
 
 
 async def _wait_for(stop: asyncio.Event, failed: asyncio.Future[None]) -> None:

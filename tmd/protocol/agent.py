@@ -39,6 +39,8 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     uid: int = -1
     #: Proof of the job owner where the socket gives no peer credentials.
     token: str = ""
+    #: A munge credential, new for each hello, that says AgentProof: proof of the user over TCP (1.2).
+    credential: str = ""
     #: Once it has started processes (1.1): which job key they were given (see tmd.protocol.keys), and the last life of a daemon
     #: that it has obeyed. A daemon whose ledger has another key, or is older, must leave them alone.
     key_fingerprint: str = ""
@@ -58,6 +60,9 @@ class AgentWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     #: Secret of the job for the mutual authentication of links; kept in memory, handed to ranks by inherited descriptor.
     job_key: bytes
     observe_only: bool = False
+    #: To an agent that came by munge over TCP: a munge credential with SealedKey that its user alone can read; `job_key` is empty
+    #: then (1.2).
+    sealed_key: str = ""
 
 
 class AgentRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

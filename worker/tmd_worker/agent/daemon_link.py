@@ -12,13 +12,15 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import aiohttp
 import msgspec
 
+from tmd.munge.library import MungeError
 from tmd.protocol.agent import AgentDirective, AgentHello, AgentRefused, AgentStatus, AgentWelcome, StoreReply, StoreRequest
 from tmd.protocol.codec import FROM_AGENT, MAX_MESSAGE_BYTES, TO_AGENT, MessageRefused, check_protocol
+from tmd_worker.agent.proof import MungeProof, UntrustedAnswer
 from tmd_worker.agent.settings import DaemonAddress
 
 BACKOFF_FIRST_S = 0.05
@@ -35,10 +37,12 @@ REMIND_S = 60.0
 #: Store requests without an answer, over all ranks of the node.
 REQUESTS_LIMIT = 4096
 REQUESTS_LIMIT_BYTES = 64 << 20
-
-
 #: Pause between attempts while what answers is not this job's daemon.
 NOT_OURS_PAUSE_S = 5.0
+
+_GO_ON = "running ranks go on, this agent tries again until it is back"
+#: Why there is no connection.
+_Trouble = Literal["away", "not ours", "no proof"]
 
 
 class DaemonRefusal(Exception):
@@ -70,10 +74,14 @@ class LinkOwner(Protocol):
 class DaemonLink:
     """All connections of one agent's life, one after the other."""
 
-    def __init__(self, address: DaemonAddress, owner: LinkOwner, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: DaemonAddress, owner: LinkOwner, say: Callable[[str], None], proof: MungeProof | None = None
+    ) -> None:
+        """`proof`: who this is, where the socket does not say."""
         self._address = address
         self._owner = owner
         self._say = say
+        self._proof = proof
         self._heartbeat_s = 1.0
         self._wake = asyncio.Event()
         self._status_due = False
@@ -82,10 +90,12 @@ class DaemonLink:
         self._requests: dict[tuple[str, int], StoreRequest] = {}
         self._requests_bytes = 0
         self._unsent: collections.deque[StoreRequest] = collections.deque()
+        #: What the daemon said when it closed the connection, if anything.
+        self._farewell = ""
         self._connected = False
         self._away_since_s = time.monotonic()
         self._reminded_s = 0.0
-        self._reminded_of = False
+        self._reminded_of: _Trouble | None = None
 
     # ---------------------------------------------------------------- for the owner
 
@@ -130,23 +140,25 @@ class DaemonLink:
     async def run(self) -> None:
         """Until cancelled. Raises DaemonRefusal."""
         backoff_s = BACKOFF_FIRST_S
+        trouble: _Trouble
         while True:
             began_s = time.monotonic()
             try:
-                trouble = await self._connection()
-                not_ours = False
-            except NotOurDaemon as error:
-                trouble, not_ours = str(error), True
+                trouble, why = "away", await self._connection()
+            except (NotOurDaemon, UntrustedAnswer) as error:
+                trouble, why = "not ours", str(error)
                 backoff_s = NOT_OURS_PAUSE_S
+            except MungeError as error:
+                trouble, why = "no proof", error.whole()
             except (OSError, TimeoutError, aiohttp.ClientError) as error:
-                trouble, not_ours = _words(error), False
+                trouble, why = "away", _words(error)
             if self._connected:
                 self._connected = False
                 self._away_since_s = time.monotonic()
                 self._reminded_s = 0.0
                 if self._away_since_s - began_s >= STEADY_S:
                     backoff_s = BACKOFF_FIRST_S
-            self._remind(trouble, not_ours)
+            self._remind(trouble, why)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, BACKOFF_LIMIT_S)
 
@@ -171,15 +183,19 @@ class DaemonLink:
 
     async def _speak(self, socket: aiohttp.ClientWebSocketResponse) -> str:
         hello = msgspec.structs.replace(self._owner.hello(), own_end=_own_end(socket))
+        if self._proof is not None:
+            hello = await self._proof.attach(hello)
         await socket.send_bytes(FROM_AGENT.encode(hello))
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             first = await self._receive(socket)
         if first is None:
-            return "it closed the connection at once"
+            return f"it closed the connection at once{self._farewell}"
         if isinstance(first, AgentRefused):
             self._refused(first)
         if not isinstance(first, AgentWelcome):
             raise MessageRefused(f"{type(first).__name__} before a welcome")
+        if self._proof is not None:
+            first = await self._proof.opened(first, hello)
         if reason := self._owner.objection(first):
             raise NotOurDaemon(reason)
         if reason := check_protocol(first.protocol):
@@ -210,18 +226,20 @@ class DaemonLink:
         self._owner.on_welcome(welcome)
         self._send_status()
 
-    def _remind(self, trouble: str, not_ours: bool) -> None:
+    def _remind(self, trouble: _Trouble, why: str) -> None:
+        """Now and then, and whenever it is another trouble."""
         now = time.monotonic()
-        if self._reminded_s and self._reminded_of == not_ours and now - self._reminded_s < REMIND_S:
+        if self._reminded_s and self._reminded_of == trouble and now - self._reminded_s < REMIND_S:
             return
-        self._reminded_s, self._reminded_of = now, not_ours
-        if not_ours:
-            self._say(f"the daemon at {self._address.text} is not this job's: {trouble}")
-            return
-        self._say(
-            f"no daemon at {self._address.text}: {trouble}; running ranks go on, this agent tries again until it is back "
-            "(on the head node: systemctl status tmd)"
-        )
+        self._reminded_s, self._reminded_of = now, trouble
+        address = self._address.text
+        match trouble:
+            case "not ours":
+                self._say(f"the daemon at {address} is not this job's: {why}")
+            case "no proof":
+                self._say(f"munge does not work between this node and the daemon at {address}: {why}; {_GO_ON}")
+            case "away":
+                self._say(f"no daemon at {address}: {why}; {_GO_ON} (on the head node: systemctl status tmd)")
 
     # ---------------------------------------------------------------- messages
 
@@ -236,6 +254,7 @@ class DaemonLink:
             raise MessageRefused("a text message, where all are binary")
         if message.type is aiohttp.WSMsgType.ERROR:
             raise MessageRefused(str(message.data))
+        self._farewell = f": {message.extra}" if message.extra else ""
         return None
 
     async def _receive_all(self, socket: aiohttp.ClientWebSocketResponse) -> None:

@@ -104,7 +104,7 @@ class DirectedNode:
         self._threads = identity.rank_threads(settings.nproc_per_node, os.environ)
         self.processes = Processes(settings.launch, settings.logs, pump, on_exiting=self._on_exiting, on_exited=self._on_exited)
         self._hello = introduction.first_hello(settings, self.agent_id, self._threads)
-        self.link = DaemonLink(settings.daemon, self, say)
+        self.link = DaemonLink(settings.daemon, self, say, settings.proof)
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._welcome: AgentWelcome | None = None
         self._newest: AgentDirective | None = None

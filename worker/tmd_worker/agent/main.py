@@ -21,6 +21,7 @@ from tmd_worker.agent import directed, identity, plain
 from tmd_worker.agent.addresses import resolve_host, resolve_port_range
 from tmd_worker.agent.environment import rank_environment
 from tmd_worker.agent.logs import LogPump
+from tmd_worker.agent.proof import resolve_proof
 from tmd_worker.agent.settings import (
     CheckSettings,
     DaemonAddress,
@@ -112,6 +113,13 @@ Examples:
 @click.option(
     "--token-file", envvar="TMD_TOKEN_FILE", metavar="FILE", help="Proof of the job's owner over TCP. [env: TMD_TOKEN_FILE]"
 )
+@click.option("--auth", type=click.Choice(["auto", "munge", "token"]), default="auto", envvar="TMD_AUTH",
+              help="How to prove the job's owner over TCP; auto: munge where libmunge is, a token as well if one is given. "
+              "[env: TMD_AUTH; default: auto]")  # fmt: skip
+@click.option("--munge-socket", envvar="TMD_MUNGE_SOCKET", default="", metavar="PATH",
+              help="Socket of this node's munged. [env: TMD_MUNGE_SOCKET; default: libmunge's own]")  # fmt: skip
+@click.option("--daemon-user", envvar="TMD_DAEMON_USER", metavar="NAME|UID",
+              help="Whom to obey by munge, beside root and yourself. [env: TMD_DAEMON_USER; default: tmd]")  # fmt: skip
 @click.option(
     "--node-rank", type=click.IntRange(0), metavar="I", help="This node's number, without a daemon. [default: Slurm's, or 0]"
 )
@@ -172,6 +180,13 @@ def _directed_settings(options: dict[str, Any]) -> DirectedSettings:
             "no job id: outside Slurm the nodes of a job find one another by --job-id (or TMD_JOB_ID); give one"
         )
     nproc_per_node = resolve_nproc(options["nproc_per_node"])
+    proof, token = resolve_proof(
+        options["auth"],
+        daemon=daemon,
+        munge_socket=options["munge_socket"],
+        daemon_user=options["daemon_user"],
+        token=read_token(options["token_file"]),
+    )
     host = resolve_host(*_where(options), daemon)
     port_range = resolve_port_range(options["port_range"], nproc_per_node)
     return DirectedSettings(
@@ -187,7 +202,8 @@ def _directed_settings(options: dict[str, Any]) -> DirectedSettings:
         nnodes=resolve_nnodes(options["nnodes"], options["standby"], os.environ),
         nproc_per_node=nproc_per_node,
         labels=_labels(options["label"]),
-        token=read_token(options["token_file"]),
+        token=token,
+        proof=proof,
         master_addr=options["master_addr"] or host,
         master_port=options["master_port"] or DEFAULT_MASTER_PORT,
     )

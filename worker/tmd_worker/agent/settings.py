@@ -14,9 +14,12 @@ import time
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tmd.protocol.control import TransportName
+
+if TYPE_CHECKING:
+    from tmd_worker.agent.proof import MungeProof
 
 _HASH_CHUNK_BYTES = 1 << 20
 #: A token is much shorter.
@@ -311,6 +314,8 @@ class DirectedSettings:
     nproc_per_node: int
     labels: Mapping[str, str]
     token: str
+    #: Over TCP where there is munge.
+    proof: MungeProof | None
     master_addr: str
     master_port: int
 
