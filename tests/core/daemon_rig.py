@@ -5,11 +5,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from tmd.core.allocation import Allocation
 from tmd.core.daemon import DaemonCore
 from tmd.core.instructions import DirectAgent, Instruction, Persist, RefuseAgent, ReleaseNode, WelcomeAgent
 from tmd.core.records import EventRecord, JobRecord, LedgerSnapshot, MigrationRecord, NodeRecord, RankRecord
 from tmd.core.settings import CoreSettings
-from tmd.protocol.agent import AgentDirective, AgentHello, AgentStatus, JobOver, ProcessState, ProcessStatus
+from tmd.protocol.agent import (
+    AgentDirective,
+    AgentHello,
+    AgentStatus,
+    JobOver,
+    NodeOrder,
+    OrderStatus,
+    ProcessState,
+    ProcessStatus,
+)
 from tmd.protocol.codec import PROTOCOL
 from tmd.protocol.membership import Install, Plan
 from tmd.protocol.rank import RankStatus
@@ -129,7 +139,7 @@ class Rank:
         core = self.core
         if not core.port:
             self.carry_out(core.started(self.agent.node, 1000 + int(core.incarnation.rpartition(".")[2])))
-        may_build = core.live_epoch >= 0 if self.initial else self.cluster.order(core.incarnation).rehearse_from is not None
+        may_build = core.live_epoch >= 0 if self.initial else self.cluster.directive(core.incarnation).rehearse_from is not None
         if not may_build or "build" in self.cluster.held:
             return
         if core.phase == "starting":
@@ -184,7 +194,9 @@ class Agent:
         self.refused = ""
         self.job_over: JobOver | None = None
         self.directive: AgentDirective | None = None
-        self.sent: tuple[ProcessStatus, ...] | None = None
+        self.sent: tuple[object, ...] | None = None
+        #: What it says of its orders; a test carries them out.
+        self.orders: dict[str, OrderStatus] = {}
 
     @property
     def agent_id(self) -> str:
@@ -220,11 +232,26 @@ class Agent:
             )
             for rank in self.ranks()
         )
-        if processes == self.sent and not always:
+        orders = tuple(self.orders.values())
+        if (processes, orders) == self.sent and not always:
             return None
-        self.sent = processes
+        self.sent = (processes, orders)
         self.version += 1
-        return AgentStatus(agent_id=self.agent_id, version=self.version, time_s=self.cluster.now, processes=processes)
+        return AgentStatus(
+            agent_id=self.agent_id, version=self.version, time_s=self.cluster.now, processes=processes, orders=orders
+        )
+
+    def say(self, order: NodeOrder, state: str, reason: str = "") -> None:
+        """What has become of an order."""
+        self.orders[order.order_id] = OrderStatus(
+            order_id=order.order_id,
+            kind=order.kind,
+            nodes=order.nodes,
+            state=state,  # type: ignore[arg-type]
+            since_s=self.cluster.now,
+            reason=reason,
+        )
+        self.cluster.settle()
 
 
 class Cluster:
@@ -232,13 +259,18 @@ class Cluster:
 
     job_id = "j"
 
-    def __init__(self, nnodes: int = 3, nproc: int = 1, *, standbys: int = 1, start: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, nnodes: int = 3, nproc: int = 1, *, standbys: int = 1, start: bool = True, allocated: bool = False, **settings: Any
+    ) -> None:
+        """`allocated`: agents hold the job's nodes, of which n0 is the batch host; those that stand by have no agent yet."""
         self.now = 1000.0
         self.settings = CoreSettings(**settings)
         self.nnodes, self.nproc = nnodes, nproc
         self.ledger = Ledger()
         self.generation = 1
-        self.daemon = DaemonCore(self.settings, generation=1)
+        self.allocated = allocated
+        self.allocation = tuple(f"n{index}" for index in range(nnodes + standbys))
+        self.daemon = DaemonCore(self.settings, generation=1, agents_hold_nodes=allocated)
         self.agents: dict[str, Agent] = {}
         self.ranks: dict[str, Rank] = {}
         self.released: list[str] = []
@@ -250,8 +282,10 @@ class Cluster:
         self.held: set[str] = set()
         self.lives = 0
         if start:
-            for index in range(nnodes + standbys):
+            for index in range(nnodes if allocated else nnodes + standbys):
                 self.join(f"n{index}")
+            if allocated:
+                self.allocate()
 
     # ---------------------------------------------------------------- what a test does
 
@@ -271,6 +305,7 @@ class Cluster:
             "script_digest": "d1",
             "versions": {"torch": "2", "cpu_capability": "AVX2"},
             "uid": 1000,
+            "launches": self.allocated,
         }
         agent = Agent(self, AgentHello(**{**values, **changes}))
         self.agents[node] = agent
@@ -281,6 +316,29 @@ class Cluster:
         agent.connected = True
         agent.sent = None
         self.do(self.daemon.agent_hello(self.now, agent.hello, b"key"))
+
+    def allocate(self, *nodes: str, **changes: Any) -> None:
+        """The resource manager says what the job holds, now these nodes if any are named."""
+        self.allocation = nodes or self.allocation
+        values: dict[str, Any] = {"state": "running", "nodes": self.allocation, "batch_host": "n0"}
+        self.do(self.daemon.allocation(self.now, Allocation(job_id=self.job_id, **{**values, **changes})))
+
+    def order(self, kind: str) -> tuple[Agent, NodeOrder] | None:
+        """The outstanding order of this kind, and who has it."""
+        found = [
+            (agent, order)
+            for agent in self.agents.values()
+            if agent.connected and agent.directive is not None
+            for order in agent.directive.orders
+            if order.kind == kind
+        ]
+        return found[0] if found else None
+
+    def leave(self, node: str) -> None:
+        """Its agent, which was sent away, ends."""
+        over = self.agents[node].job_over
+        assert over is not None, f"the agent of {node} was not sent away"
+        self.disconnect(node)
 
     def disconnect(self, node: str) -> None:
         self.agents[node].connected = False
@@ -366,7 +424,9 @@ class Cluster:
         self.generation += 1
         for agent in self.agents.values():
             agent.connected = False
-        self.daemon = DaemonCore(self.settings, generation=self.generation, snapshot=self.ledger.snapshot())
+        self.daemon = DaemonCore(
+            self.settings, generation=self.generation, snapshot=self.ledger.snapshot(), agents_hold_nodes=self.allocated
+        )
 
     def reconnect(self, *nodes: str) -> None:
         for node in nodes or tuple(self.agents):
@@ -393,7 +453,7 @@ class Cluster:
         assert view is not None
         return [rank.record.incarnation for rank in view.ranks]
 
-    def order(self, incarnation: str) -> Any:
+    def directive(self, incarnation: str) -> Any:
         """The newest directive of this process."""
         directive = self.ranks[incarnation].agent.directive
         assert directive is not None

@@ -61,7 +61,7 @@ def test_nobody_builds_before_every_rank_is_linked_and_that_is_in_the_ledger() -
 def test_standbys_rehearse_with_the_last_rank_once_the_job_builds() -> None:
     cluster = Cluster(nnodes=2, standbys=1)
     standby = cluster.standby_on("n2")
-    assert cluster.order(standby.core.incarnation).rehearse_from.incarnation == cluster.incarnations()[1]
+    assert cluster.directive(standby.core.incarnation).rehearse_from.incarnation == cluster.incarnations()[1]
     assert standby.core.phase == "ready"
 
 

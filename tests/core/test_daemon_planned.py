@@ -112,7 +112,7 @@ def test_nothing_is_armed_before_every_member_has_staged() -> None:
     cluster.train(3)
     assert state(cluster, migration_id) == "installing"
     assert "waiting for the links of" in cluster.daemon.sentences()[migration_id]
-    assert not any(cluster.order(incarnation).armed for incarnation in cluster.incarnations())
+    assert not any(cluster.directive(incarnation).armed for incarnation in cluster.incarnations())
 
 
 def test_the_operator_chooses_the_node() -> None:

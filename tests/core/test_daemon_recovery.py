@@ -46,7 +46,7 @@ def test_the_joiner_takes_state_from_a_survivor_and_its_small_state_from_its_bud
     cluster = running()
     cluster.held.add("state")
     cluster.kill_rank(1)
-    install = cluster.order(cluster.incarnations()[1]).install
+    install = cluster.directive(cluster.incarnations()[1]).install
     assert install.joining.keys() == {1}
     assert install.joining[1].replica_rank in (0, 2)
     assert install.joining[1].record_rank == buddy_of(1, 3, 1)

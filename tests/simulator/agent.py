@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING
 
 from tests.simulator.engine import Actor, Machine
 from tests.simulator.rank import SIGKILL, SimRank
-from tmd.protocol.agent import AgentDirective, AgentHello, AgentStatus, AgentWelcome, ProcessSpec, ProcessState, ProcessStatus
+from tmd.protocol.agent import (
+    AgentDirective,
+    AgentHello,
+    AgentStatus,
+    AgentWelcome,
+    NodeOrder,
+    OrderStatus,
+    ProcessSpec,
+    ProcessState,
+    ProcessStatus,
+)
 from tmd.protocol.codec import PROTOCOL
 from tmd.protocol.rank import Directive, RankStatus
 
@@ -17,13 +27,15 @@ if TYPE_CHECKING:
 class SimAgent(Actor):
     """One life of the agent of a node."""
 
-    def __init__(self, world: World, machine: Machine, life: int) -> None:
+    def __init__(self, world: World, machine: Machine, life: int, *, launched: bool = False) -> None:
         super().__init__(machine, f"agent-{machine.name}-{life}")
         self.world = world
         self.agent_id = self.name
         self.processes: dict[str, SimRank] = {}
         self._states: dict[str, tuple[ProcessState, int | None, float]] = {}
         self._reports: dict[str, RankStatus] = {}
+        self._launched = launched
+        self._orders: dict[str, OrderStatus] = {}
         self._directive: AgentDirective | None = None
         self._version = 0
         self._status_due = False
@@ -49,6 +61,8 @@ class SimAgent(Actor):
             host=self.machine.name,
             nnodes=world.nnodes,
             nproc_per_node=world.nproc_per_node,
+            launches=world.slurm is not None,
+            launched=self._launched,
         )
         world.transmit(self.machine, world.daemon, world.daemon.hello, self, hello)
         world.after(world.pace("hello_again"), self, self._say_hello)
@@ -92,7 +106,13 @@ class SimAgent(Actor):
             )
             for incarnation, (state, exit_code, seen_s) in self._states.items()
         )
-        status = AgentStatus(agent_id=self.agent_id, version=self._version, time_s=world.now, processes=processes)
+        status = AgentStatus(
+            agent_id=self.agent_id,
+            version=self._version,
+            time_s=world.now,
+            processes=processes,
+            orders=tuple(self._orders.values()),
+        )
         world.transmit(self.machine, world.daemon, world.daemon.status, self, status)
 
     def directed(self, directive: AgentDirective) -> None:
@@ -101,6 +121,7 @@ class SimAgent(Actor):
             return
         self._directive = directive
         if directive.job_over is not None:
+            self.world.checks.sent_away(self.machine.name, directive.job_over)
             self.world.note(self.name, f"job over: {directive.job_over.reason}")
             self.end()
             return
@@ -114,6 +135,13 @@ class SimAgent(Actor):
                 self._start(spec)
         for order in directive.ranks:
             self._relay(order)
+        for errand in directive.orders:
+            if errand.order_id not in self._orders:
+                self._begin(errand)
+        for order_id in directive.withdrawn:
+            known = self._orders.get(order_id)
+            if known is not None and known.state == "running" and self.world.slurm is not None:
+                self.world.slurm.end_command(order_id)
 
     def _start(self, spec: ProcessSpec) -> None:
         process = SimRank(self, spec)
@@ -121,6 +149,19 @@ class SimAgent(Actor):
         self.world.processes[spec.incarnation] = process
         self.world.note(self.name, f"starts {spec.incarnation} as rank {spec.rank}")
         self._set_state(process, "running")
+
+    def _begin(self, order: NodeOrder) -> None:
+        """Runs a command of the resource manager."""
+        assert self.world.slurm is not None, "an order where nobody holds nodes"
+        self._orders[order.order_id] = OrderStatus(
+            order_id=order.order_id, kind=order.kind, nodes=order.nodes, state="running", since_s=self.world.now
+        )
+        self.world.slurm.command(self, order)
+        self.changed()
+
+    def order_ended(self, status: OrderStatus) -> None:
+        self._orders[status.order_id] = status
+        self.changed()
 
     def _relay(self, order: Directive) -> None:
         process = self.processes.get(order.incarnation)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tmd.core import recovery
+from tmd.core import launching, recovery, releasing
 from tmd.core.daemon import DaemonCore
 from tmd.core.instructions import DirectAgent, Instruction, Persist
 from tmd.core.records import LedgerSnapshot
@@ -198,11 +198,11 @@ class RetiresBeforeFirstYes(RankCore):
 class ForgetsThePlan(DaemonCore):
     """A restarted daemon does not know that a flip is on its way."""
 
-    def __init__(self, settings: CoreSettings, *, generation: int, snapshot: LedgerSnapshot | None = None) -> None:
+    def __init__(self, settings: CoreSettings, *, snapshot: LedgerSnapshot | None = None, **arguments: Any) -> None:
         if snapshot is not None:
             jobs = tuple(msgspec.structs.replace(job, plan=None, armed=False) for job in snapshot.jobs)
             snapshot = msgspec.structs.replace(snapshot, jobs=jobs)
-        super().__init__(settings, generation=generation, snapshot=snapshot)
+        super().__init__(settings, snapshot=snapshot, **arguments)
 
 
 RANK_BUGS: dict[str, type[RankCore]] = {
@@ -259,6 +259,12 @@ MODULE_BUGS: dict[str, tuple[Any, str, Any]] = {
     "resolves_to_the_least": (recovery, "max", min),
     # A resolution does not wait until everybody has reported.
     "resolves_too_early": (recovery, "_wait_for_reports", lambda job, now: None),
+    # Nodes that were given back stay in the job's allocation.
+    "gives_nothing_back": (releasing, "_due", lambda job, now: []),
+    # Nothing keeps a node in the job: the batch script's own agent is sent away.
+    "sends_the_batch_host_away": (releasing, "_obstacle", lambda job, node: ""),
+    # Nobody starts an agent where one is missing.
+    "launches_nobody": (launching, "_look_after", lambda job, now, node: None),
 }
 #: A rank votes without waiting for the record of its ward.
 SHELL_BUGS = ("votes_without_record",)

@@ -14,7 +14,7 @@ from tests.simulator.links import End, Frame, Route
 from tests.simulator.model import Chain, TrainingState, approximate_private
 from tmd.core.instructions import Persist
 from tmd.core.records import JobRecord, RankRecord
-from tmd.protocol.agent import AgentDirective
+from tmd.protocol.agent import AgentDirective, JobOver
 from tmd.protocol.membership import Install, Membership, Plan, buddy_of
 from tmd.protocol.rank import Directive, RankStatus
 from tmd_worker.core.ballot import Ballot
@@ -50,6 +50,8 @@ class Checks:
         self.raised: SimRank | None = None
         self.raised_s = 0.0
         self._failed = False
+        #: When the last fault struck.
+        self.struck_s = 0.0
         self.highest_step = 0
         self.committed: set[int] = set()
         self._moved_s = 0.0
@@ -77,7 +79,7 @@ class Checks:
 
     def fault_strikes(self) -> None:
         self.faults += 1
-        self._moved_s = self.world.now
+        self._moved_s = self.struck_s = self.world.now
 
     def touched(self, processes: Iterable[SimRank]) -> None:
         for process in processes:
@@ -326,6 +328,23 @@ class Checks:
             return False
         calm = process.touched_s < world.now - CALM_S and process.incarnation not in self._cut_off
         return process.alive and not process.machine.frozen and calm
+
+    def given_back(self, node: str) -> None:
+        """The resource manager is asked to take a node of the job: nothing of value runs there."""
+        there = self.world.ledger.nodes.get((self.world.job_id, node))
+        if there is None or there.use != "released":
+            self.fail("6 accounted for", f"{node} leaves the job, the ledger has {there}")
+        job = self._job()
+        members = job.table.members.values() if job is not None and job.table is not None and job.state == "running" else ()
+        for member in members:
+            if self.world.processes[member.incarnation].machine.name == node:
+                self.fail("6 accounted for", f"{node} leaves the job, and {member.incarnation} trains there")
+
+    def sent_away(self, node: str, over: JobOver) -> None:
+        """The batch script waits for its own agents: the one beside it stays until the job's end."""
+        slurm = self.world.slurm
+        if over.node_only and slurm is not None and node == slurm.batch_host:
+            self.fail("6 accounted for", f"the agent of the batch host {node} is sent away: {over.reason}")
 
     def released(self, node: str) -> None:
         """A node that is given back is not used any more."""

@@ -64,7 +64,9 @@ class SimDaemon(Actor):
         self.world = world
         self.life = world.ledger.generation
         snapshot = world.ledger.snapshot() if self.life > 1 else None
-        self.core = world.cores.daemon(world.settings, generation=self.life, snapshot=snapshot)
+        self.core = world.cores.daemon(
+            world.settings, generation=self.life, snapshot=snapshot, agents_hold_nodes=world.agents_hold_nodes
+        )
         #: Instructions until a planned crash; None: no crash is planned.
         self.crash_after: int | None = None
         self._agents: dict[str, SimAgent] = {}

@@ -90,7 +90,7 @@ class Faults(Actor):
         kind = choose.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])[0]
         point = choose.choice(choose.choice((RECOVERY_POINTS, VOTE_POINTS, PLAN_POINTS))) if choose.random() < 0.65 else ""
         delay_s = 0.0 if point and choose.random() < 0.6 else choose.random() * 0.08
-        step = choose.randint(0, self.world.total_steps - 8)
+        step = choose.randint(0, self.world.last_fault_step)
         return Fault(kind, step, point, choose.choice((0, 0, 0, 1, 2, 5)), delay_s, is_request)
 
     # ---------------------------------------------------------------- when
@@ -161,9 +161,12 @@ class Faults(Actor):
         return False
 
     def _survives(self, fault: Fault) -> bool:
+        return self.would_survive(fault.kind)
+
+    def would_survive(self, kind: str) -> bool:
         """The job can be expected to outlive it: everybody is there, and a standby is ready."""
         job = self.world.ledger.jobs.get(self.world.job_id)
-        if fault.kind in ("user_bug", "kill_two") or job is None or job.state != "running":
+        if kind in ("user_bug", "kill_two") or job is None or job.state != "running":
             return False
         standbys = [process for process in self.world.processes.values() if process.alive and process.core.phase == "ready"]
         drained = any(node.state in ("draining", "drained") for node in self.world.ledger.nodes.values())
@@ -231,7 +234,10 @@ class Faults(Actor):
         silent = world.random.random() < 0.4
         agent.end(silent=silent)
         if silent and world.random.random() < 0.5:
-            self._say_state(machine.name, "down", "not responding", world.random.random())
+            down_s = world.random.random()
+            self._say_state(machine.name, "down", "not responding", down_s)
+            if world.slurm is not None:
+                world.after(down_s, world.slurm, world.slurm.cut, machine.name)
         if world.random.random() < 0.5:
             world.after(0.1 + world.random.random(), self, self._return, machine)
         return True
@@ -240,7 +246,8 @@ class Faults(Actor):
         if not self.world.agents[machine.name].alive and not self.world.checks.job_over:
             self._note(machine.name, "brings back")
             self._say_state(machine.name, "up", "back", 0.0)
-            self.world.new_agent(machine)
+            if self.world.slurm is None:
+                self.world.new_agent(machine)
 
     def _freeze_node(self, involved: SimRank | None) -> bool:
         return self._freeze(involved, 0.3 + 3 * self.world.random.random())
@@ -280,7 +287,8 @@ class Faults(Actor):
 
     def _partition(self, involved: SimRank | None) -> bool:
         world = self.world
-        machines = world.machines if world.random.random() < 0.2 else [world.random.choice(world.machines)]
+        there = [machine for machine in world.machines if machine.name in world.agents]
+        machines = there if world.random.random() < 0.2 else [world.random.choice(there)]
         if involved is not None and len(machines) == 1:
             machines = [involved.machine]
         for_s = 0.1 + 2.5 * world.random.random()

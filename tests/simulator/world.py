@@ -13,6 +13,7 @@ from tests.simulator.engine import Actor, Engine, Machine
 from tests.simulator.faults import Faults
 from tests.simulator.links import End, Switchboard
 from tests.simulator.rank import SimRank
+from tests.simulator.slurm import SimSlurm
 from tests.simulator.trace import Trace
 from tmd.core.settings import CoreSettings
 
@@ -42,6 +43,8 @@ PACES = {
     "copy": (0.003, 0.03),
     "ask_again": (0.003, 0.01),
 }
+#: Nodes that are given back, or need an agent, take their time: faults come before these steps.
+QUIET_STEPS = 90
 SETTINGS = CoreSettings(
     heartbeat_s=0.25,
     heartbeat_timeout_s=1.0,
@@ -52,6 +55,7 @@ SETTINGS = CoreSettings(
     migration_attempts=2,
     hold_limit_s=6.0,
     build_timeout_s=6.0,
+    order_timeout_s=0.8,
     restart_limit=3,
 )
 
@@ -72,6 +76,9 @@ class World(Engine):
         self.standby_nodes = choose.choice((2, 2, 3))
         self.total_steps = choose.randint(15, 22)
         self.total_steps += 10 if self.nnodes * self.nproc_per_node == 2 else 0
+        #: In every third seed agents hold the nodes, and start one another.
+        self.agents_hold_nodes = seed % 3 == 2
+        self.total_steps += QUIET_STEPS if self.agents_hold_nodes else 0
         self.channel_loss = choose.choice((0.0, 0.02, 0.1))
         self.channel_repeats = choose.choice((0.0, 0.05))
         self.pipe_loss = choose.choice((0.0, 0.02))
@@ -81,23 +88,40 @@ class World(Engine):
         self.partitioned: set[str] = set()
         self.head = Machine("head")
         self.machines = [Machine(f"n{index}") for index in range(self.nnodes + self.standby_nodes)]
+        #: The newest agent of each machine; and all that ever were.
         self.agents: dict[str, SimAgent] = {}
-        self._lives = 0
+        self._all_agents: list[SimAgent] = []
         self.cores = Cores(bug)
         self.switchboard = Switchboard(self)
         self.faults = Faults(self)
         self.checks = Checks(self)
+        self.slurm = SimSlurm(self) if self.agents_hold_nodes else None
         self.daemon = SimDaemon(self)
-        for machine in self.machines:
+        for machine in self.machines[: self.nnodes if self.agents_hold_nodes else None]:
             self.new_agent(machine)
 
     @property
     def world_size(self) -> int:
         return self.nnodes * self.nproc_per_node
 
-    def new_agent(self, machine: Machine) -> None:
-        self._lives += 1
-        self.agents[machine.name] = SimAgent(self, machine, self._lives)
+    @property
+    def last_fault_step(self) -> int:
+        """Faults are drawn for the steps up to this one."""
+        return self.total_steps - 8 - (QUIET_STEPS if self.agents_hold_nodes else 0)
+
+    def new_agent(self, machine: Machine, *, launched: bool = False) -> None:
+        """Two at a time may be on a machine: the daemon sends the later one away."""
+        agent = SimAgent(self, machine, len(self._all_agents) + 1, launched=launched)
+        self._all_agents.append(agent)
+        if not self.agents_on(machine.name)[:-1]:
+            self.agents[machine.name] = agent
+
+    def launch_agent(self, node: str) -> None:
+        self.new_agent(next(machine for machine in self.machines if machine.name == node), launched=True)
+
+    def agents_on(self, node: str) -> list[SimAgent]:
+        """Those that live."""
+        return [agent for agent in self._all_agents if agent.machine.name == node and agent.alive]
 
     def restart_daemon(self) -> None:
         if not self.daemon.alive:

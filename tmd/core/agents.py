@@ -97,7 +97,9 @@ def fence_reason(job: Job, hello: AgentHello) -> str | None:
 
 
 def crowded_out(job: Job, hello: AgentHello, now: float) -> str | None:
-    """Why a new agent may not take its node over from the one that is there, or None."""
+    """Why a new agent may not take its node over from the one that is there, or from the resource manager, or None."""
+    if hello.agent_id not in job.agents and hello.node in job.leaving_nodes and job.holds(hello.node):
+        return f"node {hello.node} is being given back by job {job.job_id}: {job.leaving_nodes[hello.node]}"
     other = job.agent_on(hello.node)
     if other is None or other.agent_id == hello.agent_id:
         return None
@@ -113,6 +115,7 @@ def admit(job: Job, now: float, hello: AgentHello) -> Agent:
         agent = job.agents[hello.agent_id] = Agent(hello.agent_id, hello.node)
         job.tell(now, hello.node, "agent", f"agent {hello.agent_id} of {hello.node} is here")
     agent.labels = dict(hello.labels)
+    agent.launches, agent.launched = hello.launches, hello.launched
     agent.connected = True
     agent.reported = False
     agent.connected_s = agent.heard_s = now

@@ -7,7 +7,8 @@ This module takes events to the jobs that they are about. What a job then does i
 
 from __future__ import annotations
 
-from tmd.core import agents, directives, forming, intake, invariants, requests, restore, show, upkeep
+from tmd.core import agents, directives, forming, holding, intake, invariants, releasing, requests, restore, show, upkeep
+from tmd.core.allocation import Allocation
 from tmd.core.ending import EXIT_CANCELLED, fail_job
 from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, WelcomeAgent
 from tmd.core.job import Job
@@ -16,7 +17,6 @@ from tmd.core.reconcile import reconcile
 from tmd.core.records import LedgerSnapshot, MigrationRecord, NodeState
 from tmd.core.requests import Refused
 from tmd.core.settings import CoreSettings
-from tmd.core.upkeep import release_nodes
 from tmd.core.views import JobView, MigrationView, NodeView, RankView
 from tmd.protocol.agent import AgentHello, AgentStatus, AgentWelcome
 from tmd.protocol.codec import PROTOCOL
@@ -31,13 +31,25 @@ STRANGER_KEPT_S = 60.0
 class DaemonCore:
     """All jobs of this daemon."""
 
-    def __init__(self, settings: CoreSettings, *, generation: int, snapshot: LedgerSnapshot | None = None) -> None:
+    def __init__(
+        self,
+        settings: CoreSettings,
+        *,
+        generation: int,
+        snapshot: LedgerSnapshot | None = None,
+        agents_hold_nodes: bool = False,
+    ) -> None:
+        """`agents_hold_nodes`: the resource manager says what each job holds (see `allocation`), and agents of the job change
+        it; else nodes are given back to it by ReleaseNode."""
         snapshot = snapshot or LedgerSnapshot()
         self._settings = settings
         self._journal = Journal(snapshot.last_event_id)
         self._sequence = directives.Sequence(generation)
         self._paused = snapshot.paused
         self._jobs = {record.job_id: restore.restore_job(record, snapshot, settings, self._journal) for record in snapshot.jobs}
+        self._agents_hold_nodes = agents_hold_nodes
+        for job in self._jobs.values():
+            job.agents_hold_nodes = agents_hold_nodes
         #: Agent -> its job.
         self._job_of = {agent_id: job for job in self._jobs.values() for agent_id in job.agents}
         #: Jobs whose agents come although they run under another ledger: what is said of them, and when they came last.
@@ -67,6 +79,7 @@ class DaemonCore:
             return self._refuse(now, hello, self._strangers[hello.job_id][0])
         if job is None:
             job = Job(agents.new_job(now, hello, job_key), self._settings, self._journal)
+            job.agents_hold_nodes = self._agents_hold_nodes
         reason = agents.fence_reason(job, hello) or agents.difference(job.record, hello) or agents.crowded_out(job, hello, now)
         if reason is not None:
             return self._refuse(now, hello, reason, job)
@@ -101,13 +114,18 @@ class DaemonCore:
     # ---------------------------------------------------------------- resource manager
 
     def node_state(self, now: float, node: str, state: NodeState, reason: str) -> list[Instruction]:
-        """draining starts planned migrations, down means its ranks are lost, up ends a drain that has not flipped."""
+        """draining starts planned migrations, down means its ranks are lost, up ends a drain that has not flipped, unknown
+        ends none: nobody has said so."""
         self._begin(now)
+        if state == "unknown" and self._node_states.get(node, ("", ""))[0] in requests.DRAINED_STATES:
+            return []
         self._node_states[node] = (state, reason)
         touched = []
         for job in self._jobs.values():
             known = job.nodes.get(node)
             if known is None or job.over or (known.state, known.reason) == (state, reason):
+                continue
+            if state == "unknown" and known.state in requests.DRAINED_STATES:
                 continue
             job.set_node(now, node, state=state, reason=reason)
             if known.state != state:
@@ -115,6 +133,16 @@ class DaemonCore:
                 job.tell(now, node, "node", f"{node} is {state}{f': {reason}' if reason else ''}", 0)
             touched.append(job)
         return self._carry_on(now, *touched)
+
+    def allocation(self, now: float, word: Allocation) -> list[Instruction]:
+        """What a job holds by the resource manager's word. Nodes without an agent get one, nodes that are given back leave it; a
+        job whose allocation has ended is over."""
+        self._begin(now)
+        job = self._jobs.get(word.job_id)
+        if job is None:
+            return []
+        holding.take(job, now, word, self._node_states)
+        return self._carry_on(now, job)
 
     # ---------------------------------------------------------------- operators
 
@@ -304,7 +332,7 @@ class DaemonCore:
         for job in jobs:
             reconcile(job, now, paused=self._paused, suspects_itself=lambda: self._suspects_itself(now))
             directed += [DirectAgent(agent_id, order) for agent_id, order in directives.for_agents(job, now, self._sequence)]
-            released += release_nodes(job)
+            released += releasing.by_manager(job)
         persist = self._journal.take()
         return [
             *([persist] if persist is not None else []),

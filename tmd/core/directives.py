@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tmd.core import errands
 from tmd.core.job import Job
 from tmd.core.processes import Agent, Process
 from tmd.protocol.agent import AgentDirective, JobOver, ProcessSpec
@@ -69,6 +70,8 @@ def _for_agent(job: Job, agent: Agent, named: list[Process], sequence: Sequence)
         ),
         ranks=tuple(_for_process(job, process, sequence) for process in named if not process.exited),
         job_over=_job_over(job, agent, named),
+        orders=errands.orders_for(job, agent),
+        withdrawn=tuple(job.withdrawn.get(agent.agent_id, ())),
     )
     if directive == agent.sent:
         return agent.sent
@@ -86,7 +89,9 @@ def _job_over(job: Job, agent: Agent, named: list[Process]) -> JobOver | None:
     if job.over:
         return JobOver(exit_code=job.record.exit_code or 0, reason=job.record.reason)
     if agent.released and not named:
-        return JobOver(exit_code=0, reason=f"node {agent.node} has been given back: {job.nodes[agent.node].reason}")
+        return JobOver(
+            exit_code=0, reason=f"node {agent.node} has been given back: {job.nodes[agent.node].reason}", node_only=True
+        )
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tmd.core import errands
 from tmd.core.job import Job
 from tmd.core.losses import lose_agent
 from tmd.core.processes import Agent, Process
@@ -17,6 +18,8 @@ def take_status(job: Job, now: float, agent: Agent, status: AgentStatus) -> bool
     agent.version = status.version
     agent.heard_s = now
     agent.reported = True
+    agent.orders = {order.order_id: order for order in status.orders}
+    errands.note_ended(job, now, agent)
     named = set()
     for word in status.processes:
         named.add(word.incarnation)

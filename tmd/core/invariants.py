@@ -13,6 +13,7 @@ def check(job: Job) -> None:
     _check_plan(job)
     _check_migrations(job)
     _check_directives(job)
+    _check_errands(job)
     if job.attempt is not None:
         _check_attempt(job)
 
@@ -112,3 +113,21 @@ def _check_directives(job: Job) -> None:
             process = job.processes[spec.incarnation]
             allowed = process.record.state in (*ACTIVE_STATES, "exited") or process.leaving
             assert allowed, f"{spec.incarnation} is {process.record.state} and is still named to {agent.agent_id}"
+
+
+def _check_errands(job: Job) -> None:
+    """Nobody is told to start what is there, nor to give back what is used or cannot be given back."""
+    if job.over or job.stale:
+        return
+    for node, errand in job.launches.items():
+        if errand.order_id:
+            assert errand.nodes == (node,), f"the launch for {node} is an order for {errand.nodes}"
+            assert job.agent_on(node) is None, f"an agent is to be started on {node}, which has one"
+            assert job.holds(node), f"an agent is to be started on {node}, which is not the job's"
+    if job.shrink.order_id:
+        allocation = job.allocation
+        assert allocation is not None, "nodes are given back of an allocation that is not known"
+        for node in job.shrink.nodes:
+            assert node != allocation.batch_host, f"the batch host {node} is to be given back"
+            assert job.agent_on(node) is None, f"{node} is to be given back, and an agent serves there"
+            assert not job.ranks_on(node), f"{node} is to be given back, and ranks {job.ranks_on(node)} live there"

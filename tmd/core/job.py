@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from tmd.core.allocation import Allocation
 from tmd.core.journal import Journal
 from tmd.core.processes import Agent, Process
 from tmd.core.records import JobRecord, MigrationRecord, NodeRecord, NodeState, RankRecord
@@ -61,6 +62,23 @@ class Flight:
     withdrawn: str = ""
     #: Called off because of the joiner: another standby may be tried.
     retry: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class Errand:
+    """Something that agents of the job do for it with the resource manager's commands: starting an agent on a node, or giving
+    nodes back. An attempt is one order to one agent."""
+
+    #: The outstanding order, and who has it; empty: there is none.
+    order_id: str = ""
+    agent_id: str = ""
+    #: When the order was given, or the errand seen to be one.
+    since_s: float = 0.0
+    nodes: tuple[str, ...] = ()
+    #: Attempts that failed in a row, when the next one may come, and why the last one failed.
+    failures: int = 0
+    retry_at_s: float = 0.0
+    failure: str = ""
 
 
 class Job:
@@ -123,6 +141,17 @@ class Job:
         self.stale = True
         #: Nodes to be released once nothing of the job runs there, with the reason.
         self.leaving_nodes: dict[str, str] = {}
+        #: The resource manager's word on what the job holds; None: it has none, or has not spoken in this life of the daemon.
+        self.allocation: Allocation | None = None
+        #: The resource manager knows what jobs hold, and their agents change it.
+        self.agents_hold_nodes = False
+        #: Nodes of the allocation that need an agent; and the nodes that are to be given back.
+        self.launches: dict[str, Errand] = {}
+        self.shrink = Errand()
+        #: Agent -> orders that it is to carry out no more, and since when.
+        self.withdrawn: dict[str, dict[str, float]] = {}
+        #: Since when, or until when last, the silence of a suspended job has been excused; None: it was not suspended.
+        self.suspended_seen_s: float | None = None
         self.wake_s: float | None = None
         self._said: set[str] = set()
 
@@ -175,6 +204,14 @@ class Job:
 
     def node_state(self, node: str) -> NodeState:
         return self.nodes[node].state if node in self.nodes else "unknown"
+
+    def holds(self, node: str) -> bool:
+        """By the resource manager's word the node is the job's."""
+        return self.allocation is not None and self.allocation.live and node in self.allocation.nodes
+
+    def has_lost(self, node: str) -> bool:
+        """By the resource manager's word the job has nodes, and this is none of them."""
+        return self.allocation is not None and self.allocation.live and node not in self.allocation.nodes
 
     def ranks_on(self, node: str) -> list[int]:
         return [rank for rank, process in self.holders().items() if process.node == node]

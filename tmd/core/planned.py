@@ -4,7 +4,7 @@ comes about is in `proposing`."""
 
 from __future__ import annotations
 
-from tmd.core import words
+from tmd.core import releasing, words
 from tmd.core.job import Flight, Job
 from tmd.core.poison import call_off, note_loss
 from tmd.core.processes import Process
@@ -206,7 +206,9 @@ def conclude(job: Job, now: float, migration: MigrationRecord, plan: Plan, gone:
     job.end_migration(now, migration.migration_id, "done", reason)
     for node in sorted({process.node for process in gone.values()}):
         if not job.ranks_on(node) and job.nodes[node].use == "training":
-            job.give_back(now, node, f"migration {migration.migration_id} is done", job.last_about(migration.migration_id))
+            releasing.vacate(
+                job, now, node, f"migration {migration.migration_id} is done", job.last_about(migration.migration_id)
+            )
 
 
 # -------------------------------------------------------------------- calling it off

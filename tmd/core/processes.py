@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tmd.core.records import RankRecord
-from tmd.protocol.agent import AgentDirective, ProcessStatus
+from tmd.protocol.agent import AgentDirective, OrderStatus, ProcessStatus
 from tmd.protocol.membership import Member
 from tmd.protocol.rank import Directive, RankStatus
 
@@ -120,6 +120,11 @@ class Agent:
     fenced: str = ""
     #: Its node was given back: it has nothing to do any more.
     released: bool = False
+    #: It can carry out orders with the resource manager's commands; and it was started by such an order.
+    launches: bool = False
+    launched: bool = False
+    #: What it has said of its orders.
+    orders: dict[str, OrderStatus] = dataclasses.field(default_factory=dict)
     #: Standby processes that died before they were ready, by slot.
     stillborn: dict[int, int] = dataclasses.field(default_factory=dict)
     #: The newest directive, and when it was sent last.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tmd.core import ending, forming, losses, planned, recovery, requests, standby, upkeep, words
+from tmd.core import ending, forming, holding, launching, losses, planned, recovery, releasing, requests, standby, upkeep, words
 from tmd.core.job import Job
 from tmd.core.poison import call_off
 
@@ -19,9 +19,13 @@ def reconcile(job: Job, now: float, *, paused: bool, suspects_itself: Callable[[
     if job.over:
         job.sentence = job.record.reason
         return
+    launching.tidy(job, now)
     waiting = _settle_after_restart(job, now)
     if waiting is not None:
         job.sentence = waiting
+        return
+    if holding.excuse_suspension(job, now):
+        job.sentence = "suspended: its processes are stopped, so nothing is decided until it is resumed"
         return
     for _ in range(ROUNDS):
         before = (job.record, job.attempt, job.recovery)
@@ -32,6 +36,8 @@ def reconcile(job: Job, now: float, *, paused: bool, suspects_itself: Callable[[
     if not job.over:
         standby.keep_warm(job, now)
         upkeep.chase_retired(job, now)
+        launching.advance(job, now)
+        releasing.advance(job, now)
 
 
 def _step(job: Job, now: float, *, paused: bool, suspects_itself: Callable[[], bool]) -> str:

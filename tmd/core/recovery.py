@@ -4,7 +4,7 @@ the whole state."""
 
 from __future__ import annotations
 
-from tmd.core import forming, installing, planned, standby, words
+from tmd.core import forming, installing, launching, planned, standby, words
 from tmd.core.ending import EXIT_GIVEN_UP, fail_job
 from tmd.core.job import Job, Recovery
 from tmd.core.losses import lose
@@ -242,6 +242,9 @@ def _hope(job: Job, now: float) -> str:
     warming = standby.warming(job, now)
     if warming:
         return f"waiting for {warming[0].node} to warm up ({warming[0].incarnation} is {warming[0].report.phase})"
+    starting = [node for node in job.launches if launching.sentence(job, node)]
+    if starting:
+        return f"waiting for a standby on {starting[0]}: {launching.sentence(job, starting[0])}"
     return "waiting for a standby; start tmd-run on another node or bring one back"
 
 

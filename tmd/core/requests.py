@@ -202,17 +202,35 @@ def _drain_of(node: str) -> str:
 
 
 def consider_drains(job: Job, now: float) -> None:
-    """Every drained node with members gets a migration; one whose drain was taken back loses it."""
+    """Every node with members that is to be left gets a migration; one whose drain was taken back loses it."""
     for node, record in list(job.nodes.items()):
-        if record.state not in DRAINED_STATES:
+        why = _why_leave(job, now, node)
+        if why is None:
             _drain_taken_back(job, now, node)
             continue
         if record.use == "training" and job.agent_on(node) is not None:
-            sentence = _empty_node(job, now, node, record.reason)
+            sentence = _empty_node(job, now, node, why)
             if sentence:
                 job.node_sentences[node] = f"{record.state}: {sentence}"
             else:
                 job.node_sentences.pop(node, None)
+
+
+def _why_leave(job: Job, now: float, node: str) -> str | None:
+    """Why ranks are to leave this node while they can, or None. Of a node that is down, or was cut out of the job, and whose
+    agent goes on speaking, the resource manager knows something that its processes do not feel yet."""
+    record = job.nodes[node]
+    if record.state in DRAINED_STATES:
+        return record.reason or "no reason given"
+    if record.use != "training":
+        return None
+    if record.state == "down":
+        believed_s = job.drained_since_s.get(node, now) + job.settings.heartbeat_timeout_s
+        job.wake_at(max(believed_s, now + job.settings.heartbeat_s))
+        return f"it is down, though its agent speaks: {record.reason or 'no reason given'}" if now >= believed_s else None
+    if job.has_lost(node):
+        return "it is no longer part of the job's allocation, though its agent speaks"
+    return None
 
 
 def _drain_taken_back(job: Job, now: float, node: str) -> None:
@@ -230,7 +248,7 @@ def _empty_node(job: Job, now: float, node: str, why: str) -> str:
     ranks = [rank for rank in job.ranks_on(node) if rank not in moving]
     if not ranks or job.record.state != "running":
         return ""
-    trigger = f"{_drain_of(node)} {why or 'no reason given'}"
+    trigger = f"{_drain_of(node)} {why}"
     tried = job.drain_attempts.get(node, 0)
     if job.settings.observe_only:
         job.say_once(now, node, trigger, f"{trigger}: tmd only observes, it would move {words.ranks(ranks)}")

@@ -63,6 +63,13 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 600.0
     build_timeout_s: Annotated[float, Meta(description="How long ranks may build before the first step.")] = 600.0
+    order_timeout_s: Annotated[
+        float,
+        Meta(
+            description="With Slurm: an agent that was told to start another one on a node of the job, or to give a node "
+            "back, has this long until that is seen; then it is tried again. Raise it if container images are unpacked first."
+        ),
+    ] = 90.0
     restart_limit: Annotated[
         int,
         Meta(description="How often a job may start again from nothing because a rank was lost before the first committed step."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tmd.core import standby, words
+from tmd.core import launching, releasing, standby, words
 from tmd.core.job import Job
 from tmd.core.processes import Process
 from tmd.core.views import JobView, MigrationView, NodeView, RankView
@@ -113,6 +113,9 @@ def _migration_sentence(job: Job, migration_id: str) -> str:
 def _node_sentence(job: Job, node: str) -> str:
     record = job.nodes[node]
     agent = job.agents.get(record.agent_id)
+    told = launching.sentence(job, node) or releasing.sentence(job, node)
+    if told and not job.over:
+        return told
     if record.use in ("released", "lost"):
         return f"{record.use}: {record.reason}" if record.reason else record.use
     if agent is None or not agent.connected:

@@ -18,6 +18,8 @@ def obstacle(job: Job, process: Process, now: float) -> str | None:
     state = job.node_state(process.node)
     if state in ("draining", "drained", "down"):
         return f"{process.node} is {state}"
+    if job.has_lost(process.node):
+        return f"{process.node} is no longer part of the job's allocation"
     if process.dying:
         return "its process is ending"
     if process.touched:
@@ -97,4 +99,5 @@ def keep_warm(job: Job, now: float) -> None:
 
 
 def _can_start(job: Job, agent: Agent) -> bool:
-    return agent.serves and agent.connected and job.node_state(agent.node) not in ("draining", "drained", "down")
+    stays = job.node_state(agent.node) not in ("draining", "drained", "down") and not job.has_lost(agent.node)
+    return agent.serves and agent.connected and stays

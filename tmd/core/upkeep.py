@@ -1,10 +1,9 @@
-"""What runs beside a job's main course: figures of migrations, retired processes that will not go, nodes to be released, and
-the time in which the daemon itself was away."""
+"""What runs beside a job's main course: figures of migrations, retired processes that will not go, and time in which nobody's
+silence counts."""
 
 from __future__ import annotations
 
 from tmd.core import words
-from tmd.core.instructions import ReleaseNode
 from tmd.core.job import Job
 from tmd.core.timings import complete
 
@@ -46,6 +45,7 @@ def excuse_silence(job: Job, now: float, seconds: float) -> None:
     """What is counted from somebody's last word, or from an order to them, counts that much later."""
     for agent in job.agents.values():
         agent.heard_s = min(now, agent.heard_s + seconds)
+        agent.gone_s = min(now, agent.gone_s + seconds)
     for process in job.processes.values():
         process.heard_s = min(now, process.heard_s + seconds)
     job.progress_s = min(now, job.progress_s + seconds)
@@ -54,20 +54,3 @@ def excuse_silence(job: Job, now: float, seconds: float) -> None:
         job.recovery.since_s = min(now, job.recovery.since_s + seconds)
     if job.attempt is not None:
         job.attempt.since_s = min(now, job.attempt.since_s + seconds)
-
-
-def release_nodes(job: Job) -> list[ReleaseNode]:
-    """Nodes that were given back and on which nothing of the job runs any more."""
-    released = []
-    for node, reason in list(job.leaving_nodes.items()):
-        agent_id = job.nodes[node].agent_id
-        agent = job.agents.get(agent_id)
-        runs = [
-            process
-            for process in job.processes.values()
-            if process.record.agent_id == agent_id and process.status is not None and not process.exited
-        ]
-        if agent is None or not agent.connected or not runs:
-            del job.leaving_nodes[node]
-            released.append(ReleaseNode(job.job_id, node, reason))
-    return released

@@ -48,6 +48,10 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     #: The address of its own end of this connection, empty on a unix socket. Where it is not what the daemon sees, addresses are
     #: translated in between.
     own_end: str = ""
+    #: It can start agents on other nodes of its job and give nodes back, with the resource manager's commands (1.2).
+    launches: bool = False
+    #: It was started by such an agent, not by the job's own script (1.2).
+    launched: bool = False
 
 
 class AgentWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -91,6 +95,33 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     rank: RankStatus | None = None
 
 
+OrderKind = Literal["launch", "release"]
+
+
+class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Something to be done about nodes of the job with the resource manager's commands, as the job's user (1.2)."""
+
+    #: Unique for ever.
+    order_id: str
+    #: launch: start an agent like this one on the node. release: make the job's allocation smaller by these nodes.
+    kind: OrderKind
+    nodes: tuple[str, ...]
+
+
+class OrderStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of an order. A launch is `running` for as long as its command lives, which is as long as the agent that it
+    started; a release is `done` once the resource manager has accepted it (1.2)."""
+
+    order_id: str
+    kind: OrderKind
+    nodes: tuple[str, ...]
+    state: Literal["running", "done", "failed"]
+    #: When it was begun, seconds since the Unix epoch.
+    since_s: float
+    #: Why it failed, in the words of the command.
+    reason: str = ""
+
+
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """The agent's whole state; of two, the one with the higher `version` counts."""
 
@@ -98,6 +129,8 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     version: int
     time_s: float
     processes: tuple[ProcessStatus, ...] = ()
+    #: All that have not come to their end, and the last that have (1.2).
+    orders: tuple[OrderStatus, ...] = ()
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +148,8 @@ class JobOver(msgspec.Struct, frozen=True, kw_only=True):
 
     exit_code: int
     reason: str
+    #: Only this node is given back, the job goes on: what the agent has started on other nodes stays (1.2).
+    node_only: bool = False
 
 
 class AgentDirective(msgspec.Struct, frozen=True, kw_only=True, tag="directive"):
@@ -128,6 +163,10 @@ class AgentDirective(msgspec.Struct, frozen=True, kw_only=True, tag="directive")
     ranks: tuple[Directive, ...] = ()
     #: The job has ended: end all that still runs and leave with this code.
     job_over: JobOver | None = None
+    #: To be carried out once each (1.2).
+    orders: tuple[NodeOrder, ...] = ()
+    #: Ids of orders whose commands are to be ended: nobody waits for what comes of them (1.2).
+    withdrawn: tuple[str, ...] = ()
 
 
 class StoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="store_request"):
