@@ -36,6 +36,7 @@ from tmd.protocol.rank import Directive, RankStatus
 from tmd.protocol.reasons import in_one_line
 from tmd_worker.agent import identity, introduction
 from tmd_worker.agent.daemon_link import DaemonLink, DaemonRefusal
+from tmd_worker.agent.errands import Errands
 from tmd_worker.agent.logs import LogPump
 from tmd_worker.agent.processes import Processes, RankProcess, StartFailed, StartOrder
 from tmd_worker.agent.rank_channel import RankChannel
@@ -92,6 +93,8 @@ class Outcome:
     text: str = ""
     grace_s: float = OVER_GRACE_S
     sent: signal.Signals | None = None
+    #: The job goes on elsewhere, and with it what was started from here.
+    node_only: bool = False
 
 
 class DirectedNode:
@@ -105,6 +108,7 @@ class DirectedNode:
         self.processes = Processes(settings.launch, settings.logs, pump, on_exiting=self._on_exiting, on_exited=self._on_exited)
         self._hello = introduction.first_hello(settings, self.agent_id, self._threads)
         self.link = DaemonLink(settings.daemon, self, say, settings.proof)
+        self.errands = Errands(settings.step, pump, say, lambda: self.link.status_changed(urgent=True))
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._welcome: AgentWelcome | None = None
         self._newest: AgentDirective | None = None
@@ -132,6 +136,7 @@ class DirectedNode:
             version=self._version,
             time_s=time.time(),
             processes=(*living, *self._exited.values()),
+            orders=self.errands.statuses(),
         )
 
     def hello(self) -> AgentHello:
@@ -173,8 +178,10 @@ class DirectedNode:
         if directive.job_over is not None:
             code = exit_status(directive.job_over.exit_code)
             reason = in_one_line(directive.job_over.reason)  # a traceback is in the log of the node where it happened
-            self.decide(Outcome(code, f"job {self._settings.job_id} is over here with code {code}: {reason}"))
+            text = f"job {self._settings.job_id} is over here with code {code}: {reason}"
+            self.decide(Outcome(code, text, node_only=directive.job_over.node_only))
             return
+        self.errands.match(directive.orders, directive.withdrawn)
         self._match_processes(directive)
         for order in directive.ranks:
             self._orders[order.incarnation] = order
@@ -318,6 +325,7 @@ async def run(settings: DirectedSettings, pump: LogPump, say: Callable[[str], No
         if outcome.text:
             say(outcome.text)
         await node.processes.end_all(outcome.grace_s, signum=None if outcome.sent else signal.SIGTERM)
+        await node.errands.close(outcome.grace_s, leave=outcome.node_only)
         if not link.done():
             await node.link.flush(0.5)
         return outcome.code

@@ -32,6 +32,8 @@ def first_hello(settings: DirectedSettings, agent_id: str, threads: str) -> Agen
         pid=os.getpid(),
         uid=os.getuid(),
         token=settings.token,
+        launches=settings.step is not None,
+        launched=settings.launched,
     )
 
 

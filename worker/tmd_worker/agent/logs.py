@@ -31,6 +31,13 @@ class Label:
     def __init__(self, text: str) -> None:
         self.set(text)
 
+    @classmethod
+    def none(cls) -> Label:
+        """For lines that have their prefix already."""
+        label = cls("")
+        label.prefix = b""
+        return label
+
     def set(self, text: str) -> None:
         self.text = text
         self.prefix = f"[{text}] ".encode()

@@ -38,8 +38,10 @@ from tmd_worker.agent.settings import (
     resolve_nnodes,
     resolve_node_index,
     resolve_nproc,
+    resolve_step,
     resolve_transport,
 )
+from tmd_worker.agent.slurm import LAUNCHED
 from tmd_worker.native import library
 
 #: Where rank 0's store listens if nobody says otherwise, as in torchrun.
@@ -120,6 +122,8 @@ Examples:
               help="Socket of this node's munged. [env: TMD_MUNGE_SOCKET; default: libmunge's own]")  # fmt: skip
 @click.option("--daemon-user", envvar="TMD_DAEMON_USER", metavar="NAME|UID",
               help="Whom to obey by munge, beside root and yourself. [env: TMD_DAEMON_USER; default: tmd]")  # fmt: skip
+@click.option("--srun-options", envvar="TMD_SRUN_OPTIONS", default="", metavar="OPTIONS",
+              help="Of the srun that starts further agents, a container's for example. [env: TMD_SRUN_OPTIONS]")  # fmt: skip
 @click.option(
     "--node-rank", type=click.IntRange(0), metavar="I", help="This node's number, without a daemon. [default: Slurm's, or 0]"
 )
@@ -189,6 +193,7 @@ def _directed_settings(options: dict[str, Any]) -> DirectedSettings:
     )
     host = resolve_host(*_where(options), daemon)
     port_range = resolve_port_range(options["port_range"], nproc_per_node)
+    nnodes = resolve_nnodes(options["nnodes"], options["standby"], os.environ)
     return DirectedSettings(
         launch=launch,
         logs=_log_settings(options, job_id),
@@ -199,13 +204,15 @@ def _directed_settings(options: dict[str, Any]) -> DirectedSettings:
         host=host,
         port_range=port_range,
         transport=resolve_transport(options["transport"], port_range),
-        nnodes=resolve_nnodes(options["nnodes"], options["standby"], os.environ),
+        nnodes=nnodes,
         nproc_per_node=nproc_per_node,
         labels=_labels(options["label"]),
         token=token,
         proof=proof,
         master_addr=options["master_addr"] or host,
         master_port=options["master_port"] or DEFAULT_MASTER_PORT,
+        launched=LAUNCHED in os.environ,
+        step=resolve_step(nnodes, options["srun_options"], os.environ),
     )
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tmd.protocol.control import TransportName
+from tmd_worker.agent import slurm
+from tmd_worker.agent.slurm import SlurmStep
 
 if TYPE_CHECKING:
     from tmd_worker.agent.proof import MungeProof
@@ -213,9 +215,18 @@ def resolve_job_id(given: str | None, environment: Mapping[str, str]) -> str | N
 
 
 def resolve_node_index(given: int | None, environment: Mapping[str, str]) -> int | None:
-    if given is None and "SLURM_NODEID" in environment:
+    """A launched agent is a step of its own, whose numbers say nothing about its place in the job."""
+    if given is None and "SLURM_NODEID" in environment and slurm.LAUNCHED not in environment:
         return int(environment["SLURM_NODEID"])
     return given
+
+
+def resolve_step(nnodes: int, srun_options: str, environment: Mapping[str, str]) -> SlurmStep | None:
+    """Raises SettingsRefused."""
+    try:
+        return slurm.own_step(environment, nnodes, srun_options)
+    except ValueError as error:
+        raise SettingsRefused(f"--srun-options {srun_options!r} are not understood ({error}); write them as in a shell") from None
 
 
 def resolve_transport(name: str, port_range: tuple[int, int] | None) -> TransportName:
@@ -318,6 +329,10 @@ class DirectedSettings:
     proof: MungeProof | None
     master_addr: str
     master_port: int
+    #: It was started by another agent of its job, not by the job's own script.
+    launched: bool = False
+    #: What it starts others with; None: it cannot.
+    step: SlurmStep | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
