@@ -172,7 +172,7 @@ class SimAgent(Actor):
 
     def status_from(self, process: SimRank, status: RankStatus) -> None:
         """The pipe may lose a status that a newer one follows; the heartbeat is the newer one."""
-        if self.alive and self.world.random.random() >= self.world.pipe_loss:
+        if self.alive and not self.world.is_lost(self.world.pipe_loss):
             self.world.after(self.world.pace("pipe"), self, self._report, status)
 
     def _report(self, status: RankStatus) -> None:

@@ -204,6 +204,7 @@ class SimSlurm(Actor):
             return ""
         if record.use == "released" and node != self.batch_host:
             return "is given back, and the job holds it"
-        if record.state in ("up", "unknown") and record.use != "released" and not world.agents_on(node):
+        known_missing = record.use == "lost" or (record.use == "standby" and not record.agent_id)
+        if record.state in ("up", "unknown") and known_missing and not world.agents_on(node):
             return "has no agent, and none is started"
         return ""

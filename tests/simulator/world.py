@@ -141,9 +141,14 @@ class World(Engine):
     def link_delay(self) -> float:
         return self.pace("link")
 
+    def is_lost(self, loss: float) -> bool:
+        """Drawn for one message. Where jobs go on for long, none is lost beside a partition: a heartbeat less from those who can
+        be reached would look like a job that stands still."""
+        return self.random.random() < loss and not (self.partitioned and self.agents_hold_nodes)
+
     def transmit(self, node: Machine, receiver: Actor, deliver: Callable[..., None], *args: Any) -> None:
         """One message between the daemon and the agent of `node`: late, lost, repeated, overtaken."""
-        if node.name in self.partitioned or self.random.random() < self.channel_loss:
+        if node.name in self.partitioned or self.is_lost(self.channel_loss):
             return
         self.after(self.pace("channel"), receiver, deliver, *args)
         if self.random.random() < self.channel_repeats:
