@@ -9,7 +9,7 @@ SEEDS ?= 0:1500
 PYTHON_CODE := setup.py tmd worker migrations tests bench examples
 STAGES := lint fast daemon munge transport session simulator slurm e2e soak install
 
-.PHONY: help setup setup-tests setup-slurm demo soak bench-collectives slurm-up slurm-down test test-fast test-slurm lint clean $(addprefix stage-,$(STAGES))
+.PHONY: help setup setup-tests setup-slurm plugins install demo soak bench-collectives slurm-up slurm-down test test-fast test-slurm lint clean $(addprefix stage-,$(STAGES))
 
 help:
 	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-fast  lint and the tests without database, real ranks and stacks"
 	@echo "make test-slurm  the tests on a real Slurm cluster, started and stopped on this machine (as root)"
 	@echo "make slurm-up   such a cluster to play with, until make slurm-down"
+	@echo "make plugins    what Slurm loads (needs a C compiler and libslurm-dev); make install DESTDIR=... puts it where Slurm looks"
 	@echo "make test       everything"
 
 setup:
@@ -31,6 +32,13 @@ soak: setup
 
 bench-collectives: setup
 	$(PY) -m bench.collectives --out out/bench/collectives.json
+
+# Both are plugins/Makefile's, which also says what can be set: SLURM_PREFIX, PLUGIN_DIR, CONF_DIR.
+plugins:
+	@$(MAKE) --no-print-directory -C plugins check
+
+install:
+	@$(MAKE) --no-print-directory -C plugins install
 
 setup-slurm:
 	@scripts/setup-slurm

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.slurm import plugins
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.files import Options
 
@@ -57,3 +60,52 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             if isinstance(value, SlurmCluster) and value.folder.exists():
                 report.sections.append((f"logs of {name}", value.logs()))
     return report
+
+
+# -------------------------------------------------------------------- with tmd's plugins
+
+
+@pytest.fixture(scope="session")
+def plugin_folder() -> Iterator[Path]:
+    """The plugins, built as `make plugins` does; every user may enter, as steps of theirs load them."""
+    with tempfile.TemporaryDirectory(prefix="tmd-slurm-plugins-") as name:
+        Path(name).chmod(0o755)
+        plugins.make(f"BUILD={name}")
+        yield Path(name)
+
+
+@pytest.fixture(scope="session")
+def events_path(plugin_folder: Path) -> Path:
+    """Where slurmctld of `shared_standby_cluster` sends node events; nobody listens."""
+    return plugin_folder / "events.sock"
+
+
+@pytest.fixture(scope="session")
+def shared_standby_cluster(plugin_folder: Path, events_path: Path) -> Iterator[SlurmCluster]:
+    """Four nodes, the plugins loaded, and a second partition `small` that gives a job at most two nodes."""
+    lines = "GresTypes=gpu\nPartitionName=small Nodes=ALL MaxNodes=2 State=UP"
+    with plugins.events_go_to(events_path), SlurmCluster(plugins.loaded(plugin_folder, slurm_conf=lines)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def standby_cluster(shared_standby_cluster: SlurmCluster) -> SlurmCluster:
+    """As it was in the beginning."""
+    shared_standby_cluster.settle()
+    return shared_standby_cluster
+
+
+@pytest.fixture
+def write_site_script(standby_cluster: SlurmCluster) -> Iterator[Callable[[str], None]]:
+    """Writes job_submit.lua as a site might have it, and seconds younger than the last one: else slurmctld would not read it."""
+    path = standby_cluster.places.etc / "job_submit.lua"
+    before = path.read_text()
+    ages = itertools.count(int(path.stat().st_mtime) + 2, 2)
+
+    def write(text: str) -> None:
+        path.write_text(text)
+        age = next(ages)
+        os.utime(path, (age, age))
+
+    yield write
+    write(before)

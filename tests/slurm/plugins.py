@@ -1,0 +1,126 @@
+"""tmd's Slurm plugins as the tests build, load and observe them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.cluster import DEADLINE_S, SlurmCluster
+from tests.slurm.files import Options
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "plugins"
+BUILD_TIMEOUT_S = 120.0
+
+#: Where job_submit/tmd in slurmctld sends events; part of slurmctld's environment.
+SOCKET_VARIABLE = "TMD_EVENTS_SOCKET"
+
+
+def make(*arguments: str) -> str:
+    """Runs `make` with plugins/Makefile; returns what it printed."""
+    done = subprocess.run(
+        ["make", "-C", str(SOURCES), *arguments], capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, f"make {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def lua_files() -> dict[str, str]:
+    return {name: (SOURCES / name).read_text() for name in ("job_submit.lua", "tmd_standby.lua")}
+
+
+def plugstack() -> str:
+    return (ROOT / "etc" / "plugstack.conf").read_text()
+
+
+def loaded(folder: Path, **changes: Any) -> Options:
+    """A cluster that loads the plugins in `folder`, with the samples of etc/."""
+    options: dict[str, Any] = {
+        "plugstack": plugstack(),
+        "job_submit_plugins": "lua,tmd",
+        "plugin_dirs": (folder,),
+        "files": lua_files(),
+    }
+    return Options(**(options | changes))
+
+
+def finished(cluster: SlurmCluster, script: str, *options: str, env: dict[str, str] | None = None) -> str:
+    """Runs a job to its end; returns what it printed."""
+    output = cluster.places.shared / "job.out"
+    output.unlink(missing_ok=True)
+    job = cluster.sbatch(script, *options, "--output", str(output), env=env)
+    cluster.wait_for(lambda: not cluster.run("squeue", "-h", "-j", job, check=False).stdout.strip(), f"job {job} to end")
+    return output.read_text()
+
+
+def environment(text: str) -> dict[str, str]:
+    """From the output of `env`."""
+    return dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
+
+
+def fields(cluster: SlurmCluster, job: str) -> dict[str, str]:
+    """What `scontrol show job` says."""
+    text = cluster.run("scontrol", "-o", "show", "job", job).stdout
+    return dict(re.findall(r"(\S+?)=(\S*)", text))
+
+
+class Events:
+    """The receiving end of the events, as the daemon's will be."""
+
+    def __init__(self, path: Path, capacity_bytes: int | None = None) -> None:
+        self._path = path
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        if capacity_bytes is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, capacity_bytes)
+        path.unlink(missing_ok=True)
+        self.socket.bind(str(path))
+
+    def close(self) -> None:
+        self.socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """What has arrived, and returns at once."""
+        received = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                received.append(json.loads(self.socket.recv(4096)))
+        return received
+
+    def wait(self, **expected: Any) -> dict[str, Any]:
+        """The next event with these values; what comes before it is dropped. Raises AssertionError after DEADLINE_S."""
+        deadline = time.monotonic() + DEADLINE_S
+        seen = []
+        while time.monotonic() < deadline:
+            for event in self._next():
+                seen.append(event)
+                if all(event.get(key) == value for key, value in expected.items()):
+                    return event
+            time.sleep(0.002)
+        raise AssertionError(f"no event with {expected} in {DEADLINE_S:.0f} s, but {seen}")
+
+    def _next(self) -> list[dict[str, Any]]:
+        with contextlib.suppress(BlockingIOError):
+            return [json.loads(self.socket.recv(4096))]
+        return []
+
+
+@contextlib.contextmanager
+def events_go_to(path: Path) -> Any:
+    """slurmctlds that are started meanwhile send to `path`."""
+    before = os.environ.get(SOCKET_VARIABLE)
+    os.environ[SOCKET_VARIABLE] = str(path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SOCKET_VARIABLE]
+        else:
+            os.environ[SOCKET_VARIABLE] = before
