@@ -121,6 +121,9 @@ class SlurmCluster:
         """Returns once it has ended; slurmctld takes up to 15 s to end by itself, SIGKILL is faster."""
         self._running.stop(part, number)
 
+    def part_pid(self, part: str) -> int:
+        return self._running.pid(part)
+
     def signal_part(self, part: str, number: signal.Signals) -> None:
         """SIGSTOP makes it silent as a machine that hangs, SIGCONT ends that."""
         self._running.send(part, number)

@@ -8,6 +8,7 @@ from tmd.core.records import NodeState
 from tmd.nodes.slurm.nodes import node_reason, node_view
 from tmd.nodes.slurm.parsing import (
     FIELD_END,
+    parse_changed_nodes,
     parse_comment,
     parse_jobs,
     parse_nodes,
@@ -61,6 +62,15 @@ def test_a_node_of_22_05() -> None:
             boot_s=1795979922.0,
         )
     ]
+
+
+def test_only_what_has_changed_is_read_anew() -> None:
+    known = parse_changed_nodes(f"{NODE_22}\n{NODE_25}\n", {})
+    again = parse_changed_nodes(f"{NODE_22}\n{NODE_25.replace('IDLE', 'MIXED')}\n", known)
+    first, second = again.values()
+    assert first is known[NODE_22]
+    assert (second.name, second.state) == ("n4", "MIXED+DRAIN")
+    assert len(again) == 2
 
 
 def test_a_node_of_25_11() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class CommandClient:
         self._settings = settings
         self._turn = asyncio.Semaphore(PARALLEL_COMMANDS)
         self.description = "Slurm's commands"
+        self._last_nodes: dict[str, SlurmNode] = {}
 
     async def version(self) -> tuple[int, int]:
         """Of the commands, without asking slurmctld. Raises QueryFailed."""
@@ -49,9 +51,13 @@ class CommandClient:
 
     async def nodes(self) -> list[SlurmNode]:
         text = await self._query("scontrol", "--all", "--oneliner", "show", "nodes")
+        parse = functools.partial(parsing.parse_changed_nodes, known=self._last_nodes)
         if len(text) < LARGE_BYTES:
-            return self._read(parsing.parse_nodes, "show nodes", text)
-        return await asyncio.to_thread(self._read, parsing.parse_nodes, "show nodes", text)
+            found = self._read(parse, "show nodes", text)
+        else:
+            found = await asyncio.to_thread(self._read, parse, "show nodes", text)
+        self._last_nodes = found
+        return list(found.values())
 
     async def node(self, name: str) -> SlurmNode:
         text = await self._query("scontrol", "--all", "--oneliner", "show", "node", checked_node(name))

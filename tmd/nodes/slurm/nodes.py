@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
-from tmd.core.records import NodeState
 from tmd.nodes.base import LEAVING_FLAGS, NodeEvent, NodeView, QueryFailed, RequestRefused, UnknownJob
 from tmd.nodes.slurm.client import SlurmClient, checked_node
 from tmd.nodes.slurm.hints import HintSocket
@@ -98,32 +97,30 @@ class SlurmNodes:
 
     async def watch(self) -> AsyncIterator[NodeEvent]:
         """As the protocol says. Raises QueryFailed if the very first question is not answered: nobody is known by name yet."""
-        told: dict[str, tuple[NodeState, str]] = {}
-        silent = False
+        seen: dict[str, SlurmNode] = {}
+        silence = ""
         while not self._closed:
             self._bell.clear()
             asked_s = time.monotonic()
             try:
-                news = {node.name: (node_view(node).meaning, node_reason(node)) for node in await self._client.nodes()}
+                now = {node.name: node for node in await self._client.nodes()}
             except QueryFailed as error:
-                if not told:
+                if not seen:
                     raise
-                if not silent:
-                    log.error("Slurm does not answer, the state of %d nodes is unknown: %s", len(told), error)
-                news = dict.fromkeys(told, ("unknown", str(error)))
-                # The reason of a failure may differ from one to the next; that it failed is told once.
-                changed = {name: is_now for name, is_now in news.items() if told[name][0] != "unknown"}
-                silent = True
+                if not silence:
+                    silence = str(error)
+                    log.error("Slurm does not answer, the state of %d nodes is unknown: %s", len(seen), error)
+                    for name in seen:
+                        yield NodeEvent(node=name, state="unknown", reason=silence)
             else:
-                if silent:
+                if silence:
                     log.info("Slurm answers again")
-                silent = False
-                gone: tuple[NodeState, str] = ("unknown", "Slurm knows this node no more")
-                changed = {name: is_now for name, is_now in news.items() if told.get(name) != is_now}
-                changed |= {name: gone for name, was in told.items() if name not in news and was != gone}
-            told |= changed
-            for name, (state, reason) in changed.items():
-                yield NodeEvent(node=name, state=state, reason=reason)
+                # After a silence everything is news.
+                for event in changes({} if silence else seen, now):
+                    yield event
+                for name in seen.keys() - now.keys():
+                    yield NodeEvent(node=name, state="unknown", reason="Slurm knows this node no more")
+                seen, silence = now, ""
             await self._pause(time.monotonic() - asked_s)
 
     # ---------------------------------------------------------------- inside
@@ -140,6 +137,17 @@ class SlurmNodes:
     def _ring(self) -> None:
         """Makes the watch ask at once."""
         self._bell.set()
+
+
+def changes(before: Mapping[str, SlurmNode], now: Mapping[str, SlurmNode]) -> Iterator[NodeEvent]:
+    """What has changed of what the daemon wants to know of nodes."""
+    for name, node in now.items():
+        was = before.get(name)
+        if was is node:
+            continue
+        news = (node_view(node).meaning, node_reason(node))
+        if was is None or news != (node_view(was).meaning, node_reason(was)):
+            yield NodeEvent(node=name, state=news[0], reason=news[1])
 
 
 def node_view(node: SlurmNode, jobs: tuple[str, ...] = ()) -> NodeView:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 
 from tmd.nodes.slurm.hostlist import expand
 from tmd.nodes.slurm.records import SlurmJob, SlurmNode, SlurmReservation
@@ -100,7 +101,14 @@ def parse_state(text: str) -> tuple[str, tuple[str, ...]]:
 
 def parse_nodes(text: str) -> list[SlurmNode]:
     """What `scontrol --oneliner show nodes` prints. Raises ValueError."""
-    return [_parse_node(line) for line in text.split("\n") if line.startswith("NodeName=")]
+    return list(parse_changed_nodes(text, {}).values())
+
+
+def parse_changed_nodes(text: str, known: Mapping[str, SlurmNode]) -> dict[str, SlurmNode]:
+    """As `parse_nodes`, by line. What is `known` of the same line is taken from there: of thousands of nodes few change between
+    two looks. Raises ValueError."""
+    lines = (line for line in text.split("\n") if line.startswith("NodeName="))
+    return {line: known.get(line) or _parse_node(line) for line in lines}
 
 
 def _parse_node(line: str) -> SlurmNode:
