@@ -156,6 +156,8 @@ class SlurmCluster:
 
     def _all_idle(self) -> bool:
         """Of the nodes that there are; others may be written into slurm.conf."""
+        for part in self._parts:
+            assert self._running.alive(part), f"{part} has ended\n{self.logs()}"
         states = self.states()
         return all(states.get(node) == "IDLE" for node in self.options.node_names)
 

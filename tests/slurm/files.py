@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import random
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 #: Nodes are n1, n2, ... at 127.0.0.11, 127.0.0.12, ...: each has an address of its own on the loopback.
 FIRST_ADDRESS = 11
+#: Linux gives connections those from 32768.
+PORTS = range(12000, 32000)
 #: With which user and password slurmdbd comes to the database, and what that is called.
 DATABASE_USER = DATABASE_PASSWORD = DATABASE = "slurm_acct"
+
+
+def _prefix() -> Path | None:
+    """What `make test-pyslurm` is told."""
+    given = os.environ.get("TMD_TEST_SLURM_PREFIX")
+    return Path(given) if given else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +43,7 @@ class Options:
     #: More files beside slurm.conf, job_submit.lua for example: name -> text.
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     #: Where another Slurm than the machine's is installed: bin/, sbin/ and lib/slurm/ are below.
-    prefix: Path | None = None
+    prefix: Path | None = dataclasses.field(default_factory=_prefix)
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -86,13 +97,15 @@ def choose_places(folder: Path, options: Options) -> Places:
 
 
 def _free_ports(count: int) -> tuple[int, ...]:
-    """Held all at once, so that they differ."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return tuple(int(probe.getsockname()[1]) for probe in probes)
-    finally:
-        for probe in probes:
-            probe.close()
+    """Below those that the kernel gives to connections, as it might give one away before the daemon takes it."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            ports.append(port)
+        if len(ports) == count:
+            return tuple(ports)
+    raise AssertionError(f"{count} free ports are wanted between {PORTS.start} and {PORTS.stop}, there are {len(ports)}")
 
 
 def write_all(options: Options, places: Places, version: tuple[int, int], plugin_dir: Path) -> None:
