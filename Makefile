@@ -9,7 +9,8 @@ SEEDS ?= 0:1500
 PYTHON_CODE := setup.py tmd worker migrations tests bench examples
 STAGES := lint fast daemon munge transport session simulator slurm e2e soak install
 
-.PHONY: help setup setup-tests setup-slurm plugins install demo soak bench-collectives slurm-up slurm-down test test-fast test-slurm lint clean $(addprefix stage-,$(STAGES))
+.PHONY: help setup setup-tests setup-slurm plugins install demo soak bench-collectives slurm-up slurm-down test test-fast \
+	test-slurm test-pyslurm lint clean $(addprefix stage-,$(STAGES))
 
 help:
 	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
@@ -17,6 +18,7 @@ help:
 	@echo "make bench-collectives  collectives against gloo's, into out/bench/collectives.json"
 	@echo "make test-fast  lint and the tests without database, real ranks and stacks"
 	@echo "make test-slurm  the tests on a real Slurm cluster, started and stopped on this machine (as root)"
+	@echo "make test-pyslurm  the Slurm client through pyslurm, where Slurm 25.11 is installed"
 	@echo "make slurm-up   such a cluster to play with, until make slurm-down"
 	@echo "make plugins    what Slurm loads (needs a C compiler and libslurm-dev); make install DESTDIR=... puts it where Slurm looks"
 	@echo "make test       everything"
@@ -61,6 +63,10 @@ test-fast: setup-tests
 test-slurm: setup setup-slurm
 	@rm -rf out/stages out/flaky
 	@$(MAKE) --no-print-directory stage-slurm
+
+# Not a stage of `make test`: no distribution carries that Slurm. It fails where it is missing.
+test-pyslurm: setup setup-slurm
+	@scripts/test-pyslurm
 
 test: setup-tests setup-slurm
 	@rm -rf out/stages out/flaky

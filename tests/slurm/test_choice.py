@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +27,11 @@ async def test_what_is_there_is_chosen(cluster: SlurmCluster) -> None:
 async def test_commands_that_are_not_there_are_named(cluster: SlurmCluster) -> None:
     with pytest.raises(ValueError, match=r"Slurm's commands cannot be used: .*/nonexistent/scontrol.*bin_dir in \[slurm\]"):
         await make_client(settings(cluster, client="commands", bin_dir="/nonexistent"))
+
+
+def test_where_pyslurm_cannot_be_tested_that_is_a_failure_and_said_loudly() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "test-pyslurm"
+    env = os.environ | {"TMD_TEST_SLURM_PREFIX": "/nonexistent"}
+    done = subprocess.run([script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "HAS NOT RUN: there is no /nonexistent/sbin/slurmctld" in done.stderr
