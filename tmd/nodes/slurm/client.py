@@ -82,7 +82,7 @@ def failure(what: str, text: str) -> ResourceManagerError:
     if _UNKNOWN_NODE.search(text.strip()):
         return UnknownNode(f"{what}: {said}", "sinfo --Node")
     if _NO_RIGHT.search(said):
-        remedy = "give the daemon's user Slurm operator rights: sacctmgr modify user NAME set adminlevel=Operator"
+        remedy = "give the daemon's user the right in Slurm: sacctmgr modify user NAME set adminlevel=Admin (see docs/slurm.md)"
         return RequestRefused(f"{what}: {said}", remedy)
     return RequestRefused(f"{what}: {said}")
 
