@@ -14,7 +14,7 @@ import math
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from tmd.config_file import ConfigFile, UnreadableFile
+from tmd.core.health_policy import BadPattern, HealthSettings, Pattern
 from tmd.core.settings import CoreSettings
 from tmd.nodes.local_state import LocalSettings
 from tmd.nodes.slurm.settings import SlurmSettings
@@ -117,6 +118,7 @@ class DaemonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     daemon: DaemonSettings = DaemonSettings()
     core: CoreSettings = CoreSettings()
+    health: HealthSettings = HealthSettings()
     local: LocalSettings = LocalSettings()
     slurm: SlurmSettings = SlurmSettings()
 
@@ -228,6 +230,7 @@ def load_with_origins(
     config = Config(
         daemon=DaemonSettings(**reading.values["daemon"]),
         core=CoreSettings(**reading.values["core"]),
+        health=HealthSettings(**reading.values["health"]),
         local=LocalSettings(**reading.values["local"]),
         slurm=SlurmSettings(**reading.values["slurm"]),
     )
@@ -351,6 +354,7 @@ def _contradictions(config: Config, origins: Mapping[tuple[str, str], str]) -> I
             f"{at('core', 'heartbeat_timeout_s', 'heartbeat_s')}: expected more than twice core.heartbeat_s "
             f"({core.heartbeat_s}), got {core.heartbeat_timeout_s}: one late heartbeat would count as a lost node"
         )
+    yield from _bad_patterns(config, at)
     if config.daemon.listen:
         try:
             split_address(config.daemon.listen)
@@ -367,3 +371,12 @@ def _contradictions(config: Config, origins: Mapping[tuple[str, str], str]) -> I
         yield f"{at('slurm', 'hint_socket')}: expected a path of at most {SOCKET_PATH_LIMIT_BYTES} bytes"
     if len(os.fsencode(config.socket)) > SOCKET_PATH_LIMIT_BYTES:
         yield f"{at('daemon', 'socket')}: expected a path of at most {SOCKET_PATH_LIMIT_BYTES} bytes, got {config.socket}"
+
+
+def _bad_patterns(config: Config, at: Callable[..., str]) -> Iterator[str]:
+    for key in ("migrate", "drain", "trusted"):
+        for text in getattr(config.health, key):
+            try:
+                Pattern.parse(text)
+            except BadPattern as error:
+                yield f"{at('health', key)}: {error}"

@@ -72,7 +72,8 @@ def sample() -> str:
     for key in described_keys():
         if key.section != section:
             section = key.section
-            parts.append(f"[{section}]\n{_comment(explanation(section).capitalize())}")
+            purpose = explanation(section)
+            parts.append(f"[{section}]\n{_comment(purpose[:1].upper() + purpose[1:])}")
         default = f" Default: {key.default_in_words}." if key.default_in_words else ""
         shown = [key.example] if key.default_in_words else [*filter(None, [key.example]), json.dumps(key.default)]
         parts.append("\n".join([_comment(key.description + default), *(f"#{key.name} = {value}" for value in shown)]))
@@ -100,6 +101,8 @@ def _default_cell(key: Key) -> str:
             return str(key.default).lower()
         case int() | float():
             return f"{key.default:g}"
+        case tuple():
+            return f"`{json.dumps(key.default)}`"
     return f"`{key.default}`"
 
 

@@ -24,6 +24,10 @@ Times are seconds since the Unix epoch. The views are those of `tmd.core.views`,
     POST /v1/jobs/ID/token                {"token"}: for agents of this job over TCP; also before the job exists
     POST /v1/nodes/NODE/drain             {"reason"} -> {"node", "state"}; operators only
     POST /v1/nodes/NODE/resume            {"node", "state"}; operators only
+    POST /v1/nodes/NODE/findings          HealthReport (tmd.protocol.health) -> {"findings": [FindingView]} of that node; for
+                                          operators, and whoever shows the reporters' token (Authorization: Token TOKEN)
+    GET  /v1/findings                     {"findings": [FindingView]} that stand
+    POST /v1/findings/token               {"token"}: the reporters'; operators only
     POST /v1/pause, /v1/unpause           {"paused": bool}; operators only
     GET  /v1/agent                        WebSocket of an agent (tmd.protocol.agent)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from tmd.api import acting, reading
+from tmd.api import acting, health, reading
 from tmd.api.authentication import by_munge
 from tmd.api.context import CONTEXT, ApiError, Context, say_errors
 
@@ -33,6 +33,7 @@ def _app(context: Context, *more_middlewares: Middleware) -> web.Application:
     app[CONTEXT] = context
     app.add_routes(reading.routes)
     app.add_routes(acting.routes)
+    app.add_routes(health.routes)
     app.router.add_get("/v1/agent", context.hub.serve)
     return app
 

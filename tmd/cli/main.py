@@ -12,6 +12,7 @@ from tmd import __version__
 from tmd.cli import views
 from tmd.cli.client import Client
 from tmd.cli.config import config
+from tmd.cli.health import health
 from tmd.cli.ledger import ledger
 from tmd.cli.local import local
 from tmd.cli.migrate import migrate, migration, migrations
@@ -229,7 +230,7 @@ def unpause(tmctl: Tmctl) -> None:
     tmctl.answer(tmctl.post("/v1/unpause"), lambda _: click.echo("active: planned migrations begin again"))
 
 
-for each in (migrate, migration, migrations, local, ledger, config):
+for each in (migrate, migration, migrations, health, local, ledger, config):
     main.add_command(each)
 
 

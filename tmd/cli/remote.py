@@ -40,11 +40,11 @@ class RemoteClient(Client):
         return {"Authorization": f"Munge {credential}"}
 
 
-def client_for(address: str, munge_socket: str) -> Client:
+def client_for(address: str, munge_socket: str, *, timeout_s: float = TIMEOUT_S) -> Client:
     """By an address as tmd-run takes it: unix:/path or http://host:port. Raises BadAddress."""
     if address.startswith("unix:/"):
-        return Client(address.removeprefix("unix:"))
-    return RemoteClient(address, munge_socket)
+        return Client(address.removeprefix("unix:"), timeout_s=timeout_s)
+    return RemoteClient(address, munge_socket, timeout_s=timeout_s)
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from tmd.core import agents, directives, forming, holding, intake, invariants, releasing, requests, restore, show, upkeep
 from tmd.core.allocation import Allocation
 from tmd.core.ending import EXIT_CANCELLED, fail_job
+from tmd.core.health import HealthBook
+from tmd.core.health_policy import HealthSettings, Policy
 from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, WelcomeAgent
 from tmd.core.job import Job
 from tmd.core.journal import Journal
@@ -17,9 +19,10 @@ from tmd.core.reconcile import reconcile
 from tmd.core.records import LedgerSnapshot, MigrationRecord, NodeState
 from tmd.core.requests import Refused
 from tmd.core.settings import CoreSettings
-from tmd.core.views import JobView, MigrationView, NodeView, RankView
+from tmd.core.views import FindingView, JobView, MigrationView, NodeView, RankView
 from tmd.protocol.agent import AgentHello, AgentStatus, AgentWelcome
 from tmd.protocol.codec import PROTOCOL
+from tmd.protocol.health import HealthReport
 from tmd.protocol.keys import fingerprint
 
 __all__ = ["DaemonCore", "Refused"]
@@ -38,9 +41,10 @@ class DaemonCore:
         generation: int,
         snapshot: LedgerSnapshot | None = None,
         agents_hold_nodes: bool = False,
+        health: HealthSettings | None = None,
     ) -> None:
         """`agents_hold_nodes`: the resource manager says what each job holds (see `allocation`), and agents of the job change
-        it; else nodes are given back to it by ReleaseNode."""
+        it; else nodes are given back to it by ReleaseNode. Raises BadPattern for health settings that were not checked."""
         snapshot = snapshot or LedgerSnapshot()
         self._settings = settings
         self._journal = Journal(snapshot.last_event_id)
@@ -56,6 +60,7 @@ class DaemonCore:
         self._strangers: dict[str, tuple[str, float]] = {}
         #: The resource manager's word, by node.
         self._node_states: dict[str, tuple[NodeState, str]] = {}
+        self._health = HealthBook(Policy(health or HealthSettings()), self._journal, observe_only=settings.observe_only)
         #: Jobs from the ledger whose deadlines do not count yet: no event has told the time.
         self._restored = list(self._jobs.values())
 
@@ -143,6 +148,30 @@ class DaemonCore:
             return []
         holding.take(job, now, word, self._node_states)
         return self._carry_on(now, job)
+
+    # ---------------------------------------------------------------- health
+
+    def health_report(self, now: float, node: str, report: HealthReport) -> list[Instruction]:
+        """All that a node's own checks find wrong with it at this time."""
+        self._begin(now)
+        self._health.take(now, node, report)
+        return self._carry_on(now)
+
+    def drains_wanted(self) -> dict[str, str]:
+        """Nodes that are to be drained by now because of what their checks found, with the reason."""
+        training = {
+            node for job in self._jobs.values() if not job.over for node, use in job.nodes.items() if use.use == "training"
+        }
+        return self._health.wanted(training.__contains__)
+
+    def health_drained(self, now: float, node: str, reason: str) -> list[Instruction]:
+        """What drains_wanted asked for was done."""
+        self._begin(now)
+        self._health.drained(now, node, reason)
+        return self._carry_on(now)
+
+    def findings(self) -> list[FindingView]:
+        return self._health.views()
 
     # ---------------------------------------------------------------- operators
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from tmd.core.health_policy import Action
 from tmd.core.records import JobRecord, MigrationRecord, NodeRecord, NodeState, RankRecord
+from tmd.protocol.health import Finding
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,3 +70,20 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     standbys_ready: int = 0
     standbys: int = 0
     sentence: str = ""
+
+
+class FindingView(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong with a node, by its last report."""
+
+    node: str
+    finding: Finding
+    #: When it came this time, and the last report that has it.
+    since_s: float
+    seen_s: float
+    action: Action
+    #: It counts: the action is taken, at once or once no ranks train on the node.
+    confirmed: bool
+    #: It comes and goes.
+    flapping: bool
+    #: The node has been drained for it.
+    acted: bool

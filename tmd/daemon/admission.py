@@ -50,6 +50,13 @@ class Tokens:
         mac = hmac.new(self._secret, f"{job_id}\0{uid}".encode(), hashlib.sha256)
         return f"{uid}.{mac.hexdigest()}"
 
+    def reporter(self) -> str:
+        """For the health checks of compute nodes without munge; no job can have it."""
+        return f"health.{hmac.new(self._secret, b'health report', hashlib.sha256).hexdigest()}"
+
+    def is_reporter(self, token: str) -> bool:
+        return token.isascii() and hmac.compare_digest(self.reporter(), token)
+
     def owner(self, job_id: str, token: str) -> int | None:
         """The uid that this token was made for, None if it was not made here for this job."""
         uid, _, _ = token.partition(".")

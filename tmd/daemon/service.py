@@ -27,6 +27,7 @@ from tmd.core.instructions import DirectAgent, Persist, RefuseAgent, ReleaseNode
 from tmd.core.records import JobRecord, LedgerSnapshot
 from tmd.daemon.admission import Admissions, Tokens
 from tmd.daemon.agents import AgentHub
+from tmd.daemon.health_drains import HealthDrains
 from tmd.daemon.http_log import quiet_http
 from tmd.daemon.identity import operators
 from tmd.daemon.loop import CoreLoop
@@ -119,7 +120,7 @@ async def serve(config: Config, *, notifier: Notifier) -> None:
 async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: contextlib.AsyncExitStack) -> asyncio.Future[None]:
     """Everything up and listening; `running` stops it again. The future ends when a part breaks that cannot be done without."""
     snapshot = await ledger.load_snapshot()
-    core = DaemonCore(config.core, generation=ledger.generation, snapshot=snapshot)
+    core = DaemonCore(config.core, generation=ledger.generation, snapshot=snapshot, health=config.health)
     stores, tokens, changes = RendezvousStores(ledger), Tokens(config.state_dir), Changes()
     proofs = _proofs(config)
     admissions = Admissions(tokens, lambda job_id: _record(core, job_id), munge=proofs.munge, tokens_count=proofs.tokens)
@@ -146,6 +147,7 @@ async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: co
         "core": loop.run(),
         "stores": stores.run(),
         "nodes": NodeFeed(manager, loop).run(),
+        "health": HealthDrains(manager, loop).run(),
         "releases": outlets.releases.run(),
     }
     if notifier.watchdog_s is not None:
