@@ -22,6 +22,8 @@ class HealthDrains:
     def __init__(self, manager: ResourceManager, loop: CoreLoop) -> None:
         self._manager = manager
         self._loop = loop
+        #: Node -> why it could not be drained: told when it changes, not with every attempt.
+        self._in_the_way: dict[str, str] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -45,8 +47,11 @@ class HealthDrains:
         try:
             await self._manager.drain(node, f"tmd-health: {reason}")
         except ResourceManagerError as error:
-            log.error("not drained for its health: %s (%s)", error, reason, extra={"node": node})
+            if self._in_the_way.get(node) != str(error):
+                log.error("not drained for its health yet: %s (%s)", error, reason, extra={"node": node})
+            self._in_the_way[node] = str(error)
             return False
+        self._in_the_way.pop(node, None)
         log.warning("drained for its health: %s", reason, extra={"node": node})
         self._loop.post(lambda now: self._loop.core.health_drained(now, node, reason))
         return True
