@@ -9,15 +9,20 @@ import re
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.cluster import DEADLINE_S, SlurmCluster
+import psutil
+
+from tests.slurm.cluster import SlurmCluster
 from tests.slurm.files import Options
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "plugins"
 BUILD_TIMEOUT_S = 120.0
+#: How long an event may take to come; nodes that do not answer are noticed after some seconds.
+EVENT_DEADLINE_S = 20.0
 
 #: Where job_submit/tmd in slurmctld sends events; part of slurmctld's environment.
 SOCKET_VARIABLE = "TMD_EVENTS_SOCKET"
@@ -71,14 +76,34 @@ def fields(cluster: SlurmCluster, job: str) -> dict[str, str]:
     return dict(re.findall(r"(\S+?)=(\S*)", text))
 
 
+def wait_for_looks(cluster: SlurmCluster) -> None:
+    """Until the watcher in slurmctld has surely looked at all nodes once more: its thread has slept and woken often enough.
+
+    One look is some sleeps, for its interval, its question and the answer; 60 of them are several looks.
+    """
+    before = _sleeps(cluster)
+    cluster.wait_for(lambda: _sleeps(cluster) >= before + 60, "the watcher to look at the nodes")
+
+
+def _sleeps(cluster: SlurmCluster) -> int:
+    for process in psutil.process_iter(["name", "environ"]):
+        if process.info["name"] == "slurmctld" and (process.info["environ"] or {}).get("SLURM_CONF") == str(
+            cluster.places.slurm_conf
+        ):
+            for task in Path(f"/proc/{process.pid}/task").iterdir():
+                if (task / "comm").read_text() == "tmd_watch\n":
+                    found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text(), re.MULTILINE)
+                    assert found is not None
+                    return int(found[1])
+    raise AssertionError("slurmctld has no thread that watches nodes")
+
+
 class Events:
     """The receiving end of the events, as the daemon's will be."""
 
-    def __init__(self, path: Path, capacity_bytes: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        if capacity_bytes is not None:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, capacity_bytes)
         path.unlink(missing_ok=True)
         self.socket.bind(str(path))
 
@@ -95,8 +120,8 @@ class Events:
         return received
 
     def wait(self, **expected: Any) -> dict[str, Any]:
-        """The next event with these values; what comes before it is dropped. Raises AssertionError after DEADLINE_S."""
-        deadline = time.monotonic() + DEADLINE_S
+        """The next event with these values; what comes before it is dropped. Raises AssertionError after EVENT_DEADLINE_S."""
+        deadline = time.monotonic() + EVENT_DEADLINE_S
         seen = []
         while time.monotonic() < deadline:
             for event in self._next():
@@ -104,7 +129,7 @@ class Events:
                 if all(event.get(key) == value for key, value in expected.items()):
                     return event
             time.sleep(0.002)
-        raise AssertionError(f"no event with {expected} in {DEADLINE_S:.0f} s, but {seen}")
+        raise AssertionError(f"no event with {expected} in {EVENT_DEADLINE_S:.0f} s, but {seen}")
 
     def _next(self) -> list[dict[str, Any]]:
         with contextlib.suppress(BlockingIOError):
@@ -113,7 +138,7 @@ class Events:
 
 
 @contextlib.contextmanager
-def events_go_to(path: Path) -> Any:
+def events_go_to(path: Path) -> Iterator[None]:
     """slurmctlds that are started meanwhile send to `path`."""
     before = os.environ.get(SOCKET_VARIABLE)
     os.environ[SOCKET_VARIABLE] = str(path)

@@ -156,6 +156,10 @@ def test_the_plugins_load_with_every_symbol_there(plugin_folder: Path) -> None:
         assert ctypes.CDLL(str(plugin_folder / name)).plugin_name
 
 
+def test_what_is_read_and_written_as_text_stands_arbitrary_bytes(plugin_folder: Path) -> None:
+    assert "nothing wrong" in make("fuzz-check", f"BUILD={plugin_folder}")
+
+
 def test_install_puts_nothing_in_the_way_of_what_is_there(tmp_path: Path, plugin_folder: Path) -> None:
     make("install", f"BUILD={plugin_folder}", f"DESTDIR={tmp_path}", "CONF_DIR=/etc/slurm")
     slurm = next(Path("/usr/lib").glob("*/slurm-wlm"))

@@ -44,9 +44,11 @@ SHOW = f"env; echo ---; srun bash -c '{TASK}'"
 
 
 def seen(printed: str) -> tuple[dict[str, str], list[str]]:
-    """The script's environment without what differs in each run, and what the tasks printed, in order."""
+    """The script's environment, and what the tasks printed, in order; without what differs in each run."""
     own, _, tasks = printed.partition("---\n")
-    return {name: value for name, value in environment(own).items() if name not in OF_A_RUN}, sorted(tasks.splitlines())
+    return {name: value for name, value in environment(own).items() if name not in OF_A_RUN}, sorted(
+        line for line in tasks.splitlines() if not line.startswith("srun: ")
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -132,11 +134,14 @@ def test_a_requeued_job_sees_the_same_again(standby_cluster: SlurmCluster) -> No
 def described(cluster: SlurmCluster, shape: str) -> dict[str, object]:
     """All that can be seen of a job, without what differs in each run."""
     shown = cluster.places.shared / "shown"
-    script = f"{SHOW}; srun env > {shown}.step; scontrol show job $SLURM_JOB_ID > {shown}.job; scontrol show step > {shown}.steps"
+    step = f"[ $SLURM_PROCID != 0 ] || env > {shown}.step"
+    script = f"{SHOW}; srun bash -c '{step}'; scontrol show job $SLURM_JOB_ID > {shown}.job"
     own, tasks = seen(finished(cluster, script, *shape.split()))
-    step = {name: value for name, value in environment(Path(f"{shown}.step").read_text()).items() if name not in OF_A_RUN}
-    job = re.sub(r"(\w+Time|JobId|RunTime|LastSchedEval)=\S+|slurm-\d+", r"\1", Path(f"{shown}.job").read_text())
-    return {"environment": own, "tasks": tasks, "step": step, "job": job}
+    of_step = {name: value for name, value in environment(Path(f"{shown}.step").read_text()).items() if name not in OF_A_RUN}
+    job = re.sub(
+        r"(\w+Time|JobId|LastSchedEval|Scheduler|Priority|AllocNode:Sid)=\S+|slurm-\d+", r"\1", Path(f"{shown}.job").read_text()
+    )
+    return {"environment": own, "tasks": tasks, "step": of_step, "job": job}
 
 
 def test_a_job_without_the_flag_is_what_it_was_without_the_plugins(
