@@ -37,7 +37,8 @@ static const struct {
     { "TMD_STANDBY", NULL },
     { "TMD_STANDBY_POOL", NULL },
     { "TMD_STANDBY_NODELIST", NULL },
-    { "TMD_NODES", NULL },
+    { "TMD_NNODES", NULL },
+    { "TMD_NODES_ASKED", NULL },
     { "TMD_NTASKS", NULL },
     { "TMD_ALLOC_NODES", NULL },
     { "TMD_ALLOC_NODELIST", NULL },
@@ -171,7 +172,7 @@ typedef struct {
 static bool understand(spank_t spank, batch_view *view)
 {
     char noted[32];
-    bool is_noted = spank_getenv(spank, "TMD_NODES", noted, sizeof noted) == ESPANK_SUCCESS;
+    bool is_noted = spank_getenv(spank, "TMD_NODES_ASKED", noted, sizeof noted) == ESPANK_SUCCESS;
     view->all = read_count(spank, "SLURM_JOB_NUM_NODES");
     view->nodes = job_view_nodes(is_noted ? noted : NULL, view->all, flag.count);
     view->tasks = read_count(spank, "TMD_NTASKS");
@@ -195,7 +196,7 @@ static void show(spank_t spank, const batch_view *view)
     spank_setenv(spank, "TMD_ALLOC_CPUS_PER_NODE", view->all_cpus, 1);
     spank_setenv(spank, "TMD_ALLOC_TASKS_PER_NODE", view->all_tasks, 1);
     spank_setenv(spank, "TMD_STANDBY_NODELIST", view->other_nodes, 1);
-    write_count(spank, "TMD_NODES", view->nodes);
+    write_count(spank, "TMD_NNODES", view->nodes);
     write_count(spank, "SLURM_JOB_NUM_NODES", view->nodes);
     write_count(spank, "SLURM_NNODES", view->nodes);
     spank_setenv(spank, "SLURM_JOB_NODELIST", view->first_nodes, 1);
@@ -228,7 +229,7 @@ static void lower(spank_t spank)
 static void find_flag(spank_t spank)
 {
     char noted[32];
-    if (flag.count > 0 || spank_getenv(spank, "TMD_NODES", noted, sizeof noted) != ESPANK_SUCCESS)
+    if (flag.count > 0 || spank_getenv(spank, "TMD_NODES_ASKED", noted, sizeof noted) != ESPANK_SUCCESS)
         return;
     flag.count = read_count(spank, "TMD_STANDBY");
     flag.pool = flag.count == 0;

@@ -178,7 +178,10 @@ local function tell_job(job, flag, nodes)
         return
     end
     job.environment[flag.pool and "TMD_STANDBY_POOL" or "TMD_STANDBY"] = tostring(flag.count)
-    job.environment["TMD_NODES"] = nodes
+    job.environment["TMD_NODES_ASKED"] = nodes
+    if tonumber(nodes) then
+        job.environment["TMD_NNODES"] = nodes -- as tmd-run knows it
+    end
     if given(job.num_tasks) then
         job.environment["TMD_NTASKS"] = tostring(math.floor(job.num_tasks))
     end

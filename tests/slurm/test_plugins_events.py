@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import statistics
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import SLURMCTLD, SlurmCluster
-from tests.slurm.plugins import Events, wait_for_looks
+from tests.slurm.plugins import EVENT_DEADLINE_S, Events, wait_for_looks
+from tmd.nodes.slurm.hints import HintSocket
 
 
 @pytest.fixture
@@ -156,3 +158,14 @@ def test_the_plugin_is_let_go_and_taken_up_again_while_slurmctld_runs(standby_cl
         events.wait(event="resync")
         resume(standby_cluster, "n1")
         events.wait(node="n1", flags=[])
+
+
+async def test_the_daemon_is_woken(standby_cluster: SlurmCluster, events_path: Path) -> None:
+    woken = asyncio.Event()
+    socket = HintSocket(events_path, woken.set)
+    socket.open()
+    try:
+        await asyncio.to_thread(drain, standby_cluster, "n2")
+        await asyncio.wait_for(woken.wait(), EVENT_DEADLINE_S)
+    finally:
+        socket.close()

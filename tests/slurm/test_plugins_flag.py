@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -87,17 +87,33 @@ def test_salloc_says_that_it_shows_all_nodes(standby_cluster: SlurmCluster) -> N
     assert "SLURM_NNODES=2\n" in done.stdout
 
 
-def test_without_the_option_a_comment_does(standby_cluster: SlurmCluster) -> None:
-    """As where spank_tmd.so is not installed: the script sees all nodes, but also how many of them are its own."""
-    printed = finished(standby_cluster, "env; scontrol show job $SLURM_JOB_ID", "-N2", "--comment=tmd:standby=1")
-    assert {"TMD_STANDBY=1", "TMD_NODES=2", "SLURM_NNODES=3"} <= set(printed.splitlines())
+@pytest.fixture
+def without_spank(standby_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    """The same cluster, as if spank_tmd.so were not installed: steps and commands read plugstack.conf anew."""
+    path = standby_cluster.places.etc / "plugstack.conf"
+    text = path.read_text()
+    path.write_text("")
+    yield standby_cluster
+    path.write_text(text)
+
+
+def test_without_the_option_a_comment_does(without_spank: SlurmCluster) -> None:
+    """The script sees all nodes, but also how many of them are its own."""
+    assert "--standby" not in without_spank.run("sbatch", "--help").stdout
+    printed = finished(without_spank, "env; scontrol show job $SLURM_JOB_ID", "-N2", "--comment=tmd:standby=1")
+    assert {"TMD_STANDBY=1", "TMD_NNODES=2", "SLURM_NNODES=3"} <= set(printed.splitlines())
     assert "AdminComment=tmd:standby=1;nodes=2" in printed
+
+
+def test_a_comment_is_as_good_as_the_option(standby_cluster: SlurmCluster) -> None:
+    printed = finished(standby_cluster, "env", "-N2", "--comment=tmd:standby=1")
+    assert {"TMD_STANDBY=1", "SLURM_NNODES=2", "TMD_ALLOC_NODES=3"} <= set(printed.splitlines())
 
 
 def test_standby_from_the_pool_adds_no_node(standby_cluster: SlurmCluster) -> None:
     printed = finished(standby_cluster, "env; scontrol show job $SLURM_JOB_ID", "-N2", "--standby=7:pool")
     lines = set(printed.splitlines())
-    assert {"TMD_STANDBY_POOL=7", "TMD_NODES=2", "SLURM_NNODES=2", "SLURM_NO_KILL=set"} <= lines
+    assert {"TMD_STANDBY_POOL=7", "TMD_NNODES=2", "SLURM_NNODES=2", "SLURM_NO_KILL=set"} <= lines
     assert not [line for line in lines if line.startswith(("TMD_STANDBY=", "TMD_ALLOC_"))]
     assert "AdminComment=tmd:standby=7;nodes=2;pool" in printed
 

@@ -63,7 +63,7 @@ def test_script_and_plain_srun_see_what_the_user_asked_for(standby_cluster: Slur
     assert job_tasks == plain_tasks
     nodes = int(plain["SLURM_NNODES"])
     assert ours["TMD_STANDBY"] == "1"
-    assert ours["TMD_NODES"] == str(nodes)
+    assert ours["TMD_NNODES"] == str(nodes)
     assert ours["TMD_ALLOC_NODES"] == str(nodes + 1)
     assert ours["TMD_STANDBY_NODELIST"] == f"n{nodes + 1}"
     assert ours["TMD_ALLOC_NODELIST"] == f"n[1-{nodes + 1}]"
