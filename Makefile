@@ -5,12 +5,13 @@ PY := .venv/bin/python
 export OMP_NUM_THREADS := 1
 N ?= 20
 SEEDS ?= 0:1500
+TORCH ?= 2.14.1
 # Where this project's Python is: a script of your own beside it is nobody's business.
 PYTHON_CODE := setup.py tmd worker migrations tests bench examples
 STAGES := lint fast daemon munge transport session simulator slurm e2e soak install
 
 .PHONY: help setup setup-tests setup-slurm plugins install demo soak bench-collectives slurm-up slurm-down test test-fast \
-	test-slurm test-pyslurm lint clean $(addprefix stage-,$(STAGES))
+	test-slurm test-pyslurm test-torch lint clean $(addprefix stage-,$(STAGES))
 
 help:
 	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
@@ -22,6 +23,7 @@ help:
 	@echo "make slurm-up   such a cluster to play with, until make slurm-down"
 	@echo "make plugins    what Slurm loads (needs a C compiler and libslurm-dev); make install DESTDIR=... puts it where Slurm looks"
 	@echo "make test       everything"
+	@echo "make test-torch TORCH=$(TORCH)  what runs PyTorch, with another release of it (5 GB)"
 
 setup:
 	@scripts/setup
@@ -72,6 +74,10 @@ test: setup-tests setup-slurm
 	@rm -rf out/stages out/flaky
 	@for stage in $(STAGES); do $(MAKE) --no-print-directory stage-$$stage || exit 1; done
 	@scripts/stages-complete $(STAGES)
+
+test-torch:
+	@scripts/setup-compiler
+	@scripts/test-torch $(TORCH)
 
 stage-lint:
 	@scripts/stage lint bash -c '.venv/bin/ruff check $(PYTHON_CODE) && .venv/bin/ruff format --check $(PYTHON_CODE) && .venv/bin/mypy'

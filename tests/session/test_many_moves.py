@@ -1,4 +1,4 @@
-"""A hundred planned moves of one job: a rank that stays through all of them, and the daemon's core, hold no more at the end."""
+"""A hundred planned moves of one job: a rank that stays through all of them holds no more at the end."""
 
 from __future__ import annotations
 

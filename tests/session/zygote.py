@@ -88,6 +88,8 @@ class Zygote:
         answer: dict[str, int] = json.loads(data)
         if "ended" in answer:
             self._codes[answer["ended"]] = answer["code"]
+        if "started" in answer:
+            self._codes.pop(answer["started"], None)  # on a busy machine a pid comes again within minutes
         return answer
 
 

@@ -16,6 +16,18 @@ from tmd_worker.transport import mailbox
 from tmd_worker.transport.work import Outcome
 
 
+def test_a_group_is_its_own_backend_on_the_cpu() -> None:
+    """PyTorch 2.14 asks for it in batch_isend_irecv, and for what it supports."""
+
+    def body(rank: Rank) -> bool:
+        group: Any = dist.group.WORLD
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cuda"):
+            group._get_backend(torch.device("cuda"))
+        return group._get_backend(torch.device("cpu")) is group and not getattr(group, "supports_coalescing", False)
+
+    assert run_ranks(1, body) == [True]
+
+
 def test_both_sides_may_send_first_even_when_it_does_not_fit_the_buffers() -> None:
     def body(rank: Rank) -> list[Any]:
         peer = 1 - rank.rank

@@ -1,7 +1,7 @@
 """What PyTorch sees: the backend `tmd`, whose process groups keep name, rank and size while links come and go.
 
-Methods are the ones that torch.distributed, DDP and the functional collectives call in PyTorch 2.13. All tensors are dense CPU
-tensors; what is not here is refused by name.
+Methods are the ones that torch.distributed, DDP and the functional collectives call in PyTorch 2.13 and 2.14. All tensors are
+dense CPU tensors; what is not here is refused by name.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
@@ -60,6 +61,13 @@ class TmdProcessGroup(ReducingGroup, MovingGroup, MessagingGroup):
         super()._set_group_name(name)  # type: ignore[arg-type]
         self._group.name = name
         self._fabric.add_group(self._group)
+
+    def _get_backend(self, device: Any) -> TmdProcessGroup:  # type: ignore[override]
+        """The group is its own backend, for the CPU. PyTorch 2.14 asks it what it supports, `batch_isend_irecv` for example, and
+        takes what it has no attribute for as not supported. Raises RuntimeError for another device, as c10d does."""
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
+        return self
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
