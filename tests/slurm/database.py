@@ -36,13 +36,16 @@ GRANT ALL ON {DATABASE}.* TO '{DATABASE_USER}'@'127.0.0.1';
 
 
 def prepare(folder: Path) -> None:
-    """Makes `folder`/data and what `command` needs."""
+    """Makes what `command` needs."""
     shutil.copytree(_empty_database(), folder / "data")
+    (folder / "tmp").mkdir()
     (folder / "first.sql").write_text(_FIRST_STATEMENTS)
 
 
 def command(folder: Path, port: int) -> list[str]:
     place = [f"--datadir={folder / 'data'}", f"--socket={folder / 'socket'}", f"--pid-file={folder / 'pid'}"]
+    # A server that starts deletes every temporary table that it finds, in /tmp those of others, too.
+    place.append(f"--tmpdir={folder / 'tmp'}")
     return ["mariadbd", *_OPTIONS, *place, f"--port={port}", f"--init-file={folder / 'first.sql'}"]
 
 
@@ -51,12 +54,14 @@ def _empty_database() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="tmd-mariadb-"))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    (folder / "tmp").mkdir()
     make = ["mariadb-install-db", "--user=root", "--skip-test-db", "--auth-root-authentication-method=normal"]
     done = subprocess.run(
         [make[0], "--no-defaults", *make[1:], f"--datadir={folder / 'data'}"],
         capture_output=True,
         text=True,
         timeout=INSTALL_TIMEOUT_S,
+        env=os.environ | {"TMPDIR": str(folder / "tmp")},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "data"
