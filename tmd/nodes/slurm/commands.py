@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from tmd.nodes.base import QueryFailed, UnknownJob, UnknownNode
 from tmd.nodes.slurm import parsing
@@ -127,23 +127,31 @@ class CommandClient:
         return output
 
     async def _process(self, program: str, arguments: tuple[str, ...], cwd: str) -> tuple[int, str, str]:
+        """Exit status, standard output and error of a command."""
+        # The answer goes to memory: in a pipe each 4 KiB that scontrol writes would wake the event loop.
+        with os.fdopen(os.memfd_create("slurm-answer"), "w+b") as answer:
+            code, error = await self._process_into(answer, program, arguments, cwd)
+            answer.seek(0)
+            return code, answer.read().decode(errors="replace"), error
+
+    async def _process_into(self, answer: BinaryIO, program: str, arguments: tuple[str, ...], cwd: str) -> tuple[int, str]:
         process = await asyncio.create_subprocess_exec(
             str(Path(self._settings.bin_dir, program)) if self._settings.bin_dir else program,
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=answer,
             stderr=asyncio.subprocess.PIPE,
             env=command_env(self._settings),
             cwd=cwd,
         )
         try:
-            output, error = await process.communicate()
+            _, error = await process.communicate()
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-        return process.returncode or 0, output.decode(errors="replace"), error.decode(errors="replace")
+        return process.returncode or 0, error.decode(errors="replace")
 
     @staticmethod
     def _read(parse: Callable[[str], _Result], what: str, text: str) -> _Result:
