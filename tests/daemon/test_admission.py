@@ -12,7 +12,7 @@ import pytest
 from tests.daemon import records
 from tmd.core.records import JobRecord
 from tmd.daemon.admission import Admissions, NotAdmitted, Tokens
-from tmd.daemon.identity import UnknownUser, operator_uids
+from tmd.daemon.identity import UnknownUser, operator_uids, operators, slurm_user_uid
 from tmd.protocol.agent import AgentHello
 from tmd.protocol.codec import PROTOCOL
 
@@ -107,3 +107,27 @@ def test_an_operator_who_does_not_exist_is_named() -> None:
     assert operator_uids(["root", "4711"]) == {0, os.geteuid(), 4711}
     with pytest.raises(UnknownUser, match="no user 'nobody-of-this-name'"):
         operator_uids(["nobody-of-this-name"])
+
+
+@pytest.mark.parametrize(
+    ("text", "uid"),
+    [
+        ("SlurmUser=4711", 4711),
+        ("slurmuser = root # the controller", 0),
+        ("SlurmUser=root(0)", 0),
+        ("#SlurmUser=4711", None),
+        ("SlurmdUser=4711", None),
+        ("SlurmUser=nobody-of-this-name", None),
+        ("", None),
+    ],
+)
+def test_slurms_user_is_an_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, uid: int | None) -> None:
+    file = tmp_path / "slurm.conf"
+    file.write_text(f"ClusterName=c\n{text}\n")
+    assert slurm_user_uid(file) == uid
+    monkeypatch.setenv("SLURM_CONF", str(file))
+    assert operators([]) == {0, os.geteuid()} | ({uid} if uid is not None else set())
+
+
+def test_without_slurm_nobody_is_added(tmp_path: Path) -> None:
+    assert slurm_user_uid(tmp_path / "slurm.conf") is None
