@@ -334,12 +334,6 @@ class Cluster:
         ]
         return found[0] if found else None
 
-    def leave(self, node: str) -> None:
-        """Its agent, which was sent away, ends."""
-        over = self.agents[node].job_over
-        assert over is not None, f"the agent of {node} was not sent away"
-        self.disconnect(node)
-
     def disconnect(self, node: str) -> None:
         self.agents[node].connected = False
         self.do(self.daemon.agent_gone(self.now, self.agents[node].agent_id))

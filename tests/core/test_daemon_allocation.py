@@ -23,6 +23,14 @@ def launched(cluster: Cluster, node: str) -> Agent:
     return cluster.join(node, launched=True)
 
 
+def left(cluster: Cluster, node: str) -> None:
+    """Its agent, which was sent away, ends."""
+    over = cluster.agents[node].job_over
+    assert over is not None, f"the agent of {node} was not sent away"
+    cluster.disconnect(node)
+    cluster.pass_time(0.5)
+
+
 def ordered(cluster: Cluster, kind: str) -> tuple[Agent, NodeOrder]:
     found = cluster.order(kind)
     assert found is not None, f"no {kind} is ordered"
@@ -152,7 +160,7 @@ def test_the_leaver_s_node_is_given_back_once_its_agent_has_left() -> None:
     assert cluster.order("release") is None, "one that Slurm kills makes the user's srun fail"
     assert cluster.agents["n1"].job_over is not None
     assert cluster.agents["n1"].job_over.node_only
-    cluster.leave("n1")
+    left(cluster, "n1")
     agent, order = ordered(cluster, "release")
     assert (agent.node, order.nodes) == ("n0", ("n1",))
     agent.say(order, "done")
@@ -173,7 +181,7 @@ def test_an_agent_that_does_not_leave_is_waited_for_but_not_for_ever() -> None:
 def test_a_refused_release_is_tried_again_and_the_operator_sees_why() -> None:
     cluster = running()
     moved_off(cluster, "n1")
-    cluster.leave("n1")
+    left(cluster, "n1")
     agent, order = ordered(cluster, "release")
     agent.say(order, "failed", "slurm_update error: Requested operation is presently disabled")
     assert "presently disabled" in cluster.daemon.sentences()["n1"]
@@ -184,9 +192,10 @@ def test_a_refused_release_is_tried_again_and_the_operator_sees_why() -> None:
 def test_a_release_outlives_the_daemon() -> None:
     cluster = running()
     moved_off(cluster, "n1")
-    cluster.leave("n1")
+    left(cluster, "n1")
     cluster.restart_daemon()
     cluster.reconnect("n0", "n2", "n3")
+    cluster.pass_time(1.0)
     assert cluster.order("release") is None, "nobody has said yet what the job holds"
     cluster.allocate()
     assert ordered(cluster, "release")[1].nodes == ("n1",)
@@ -221,7 +230,7 @@ def test_the_last_agent_of_the_job_s_own_srun_stays() -> None:
 def test_a_drained_standby_node_is_given_back() -> None:
     cluster = running()
     drain(cluster, "n3")
-    cluster.leave("n3")
+    left(cluster, "n3")
     assert ordered(cluster, "release")[1].nodes == ("n3",)
     cluster.train(2)
 
@@ -229,7 +238,7 @@ def test_a_drained_standby_node_is_given_back() -> None:
 def test_a_node_that_is_being_given_back_takes_no_new_agent() -> None:
     cluster = running()
     moved_off(cluster, "n1")
-    cluster.leave("n1")
+    left(cluster, "n1")
     assert "is being given back" in cluster.join("n1", launched=True).refused
 
 

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.cluster import ROOT
 from tests.slurm import plugins
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.files import Options
+from tests.slurm.report import Report
+from tests.slurm.stack import STEPS, SlurmJob, SlurmStack
 
 
 @pytest.fixture(scope="session")
@@ -109,3 +112,43 @@ def write_site_script(standby_cluster: SlurmCluster) -> Iterator[Callable[[str],
 
     yield write
     write(before)
+
+
+# -------------------------------------------------------------------- jobs under tmd
+
+
+@pytest.fixture(scope="session")
+def job_cluster() -> Iterator[SlurmCluster]:
+    """Nodes for two jobs of four ranks with a standby each."""
+    with SlurmCluster(Options(nodes=10)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def job_stack(job_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmStack]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'worker'}")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with SlurmStack(job_cluster, tmp_path_factory.mktemp("tmd")) as stack:
+            yield stack
+
+
+@pytest.fixture(scope="session")
+def reference(job_stack: SlurmStack) -> SlurmJob:
+    """An undisturbed run, whose losses and states all others must have, bit by bit."""
+    job = job_stack.sbatch(steps=STEPS, pace_ms=0)
+    job.wait_state("done")
+    job.wait_gone()
+    return job
+
+
+@pytest.fixture
+def stack(job_stack: SlurmStack, reference: SlurmJob) -> SlurmStack:
+    """tmd and Slurm as they were in the beginning: no job, no drain, everything runs."""
+    job_stack.settle()
+    return job_stack
+
+
+@pytest.fixture(scope="session")
+def report(job_cluster: SlurmCluster) -> Report:
+    return Report(job_cluster.run("scontrol", "--version").stdout.split()[-1])

@@ -8,6 +8,9 @@ from tmd.core import errands
 from tmd.core.instructions import ReleaseNode
 from tmd.core.job import Job
 
+#: From the end of an agent's connection to that of its process, on a busy machine.
+EXIT_S = 0.5
+
 
 def vacate(job: Job, now: float, node: str, reason: str, cause: int) -> None:
     """The ranks have left this node: it is given back, or stays as a standby node if it has to stay."""
@@ -63,13 +66,13 @@ def _is_empty(job: Job, now: float, node: str) -> bool:
     """Its agent has left, or has had time to: one that Slurm kills makes the srun of the job's script fail."""
     record = job.nodes[node]
     agent = job.agents.get(record.agent_id)
-    if agent is None or not agent.connected:
+    if agent is None:
         return True
-    leave_until_s = record.updated_s + job.settings.heartbeat_timeout_s
+    leave_until_s = record.updated_s + job.settings.heartbeat_timeout_s if agent.connected else agent.gone_s + EXIT_S
     if now < leave_until_s:
         job.wake_at(leave_until_s)
         return False
-    return not _runs(job, record.agent_id)
+    return not agent.connected or not _runs(job, record.agent_id)
 
 
 def _runs(job: Job, agent_id: str) -> bool:

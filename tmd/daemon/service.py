@@ -30,6 +30,7 @@ from tmd.daemon.agents import AgentHub
 from tmd.daemon.health_drains import HealthDrains
 from tmd.daemon.http_log import quiet_http
 from tmd.daemon.identity import operators
+from tmd.daemon.job_feed import JobFeed
 from tmd.daemon.loop import CoreLoop
 from tmd.daemon.manual_nodes import ManualNodes, routes_of_no_cluster
 from tmd.daemon.narrator import Narrator
@@ -120,7 +121,10 @@ async def serve(config: Config, *, notifier: Notifier) -> None:
 async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: contextlib.AsyncExitStack) -> asyncio.Future[None]:
     """Everything up and listening; `running` stops it again. The future ends when a part breaks that cannot be done without."""
     snapshot = await ledger.load_snapshot()
-    core = DaemonCore(config.core, generation=ledger.generation, snapshot=snapshot, health=config.health)
+    in_slurm = config.daemon.resource_manager == "slurm"
+    core = DaemonCore(
+        config.core, generation=ledger.generation, snapshot=snapshot, agents_hold_nodes=in_slurm, health=config.health
+    )
     stores, tokens, changes = RendezvousStores(ledger), Tokens(config.state_dir), Changes()
     proofs = _proofs(config)
     admissions = Admissions(tokens, lambda job_id: _record(core, job_id), munge=proofs.munge, tokens_count=proofs.tokens)
@@ -150,6 +154,8 @@ async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: co
         "health": HealthDrains(manager, loop).run(),
         "releases": outlets.releases.run(),
     }
+    if isinstance(manager, SlurmNodes):
+        parts["jobs"] = JobFeed(manager, loop).run()
     if notifier.watchdog_s is not None:
         parts["watchdog"] = notifier.feed_watchdog()
     for name, part in parts.items():

@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from pathlib import Path
 
+from tmd.core.allocation import Allocation
 from tmd.nodes.base import LEAVING_FLAGS, NodeEvent, NodeView, QueryFailed, RequestRefused, UnknownJob
+from tmd.nodes.slurm import allocations
 from tmd.nodes.slurm.client import SlurmClient, checked_node
 from tmd.nodes.slurm.hints import HintSocket
 from tmd.nodes.slurm.records import SlurmJob, SlurmNode
@@ -94,6 +96,10 @@ class SlurmNodes:
             raise RequestRefused(f"node {node} is the last one of job {job.job_id}", f"end the job: scancel {job.job_id}")
         await self._client.set_job_nodes(job.job_id, remaining)
         self._ring()
+
+    async def allocations(self, job_ids: Collection[str]) -> list[Allocation]:
+        """What these jobs hold (tmd.daemon.job_feed.AllocationSource). Raises QueryFailed, RequestRefused."""
+        return await allocations.ask(self._client, job_ids)
 
     async def watch(self) -> AsyncIterator[NodeEvent]:
         """As the protocol says. Raises QueryFailed if the very first question is not answered: nobody is known by name yet."""

@@ -1,8 +1,8 @@
 """What this agent does for its job with Slurm's commands: it starts agents on other nodes, and gives nodes back.
 
 Contract: an order is carried out once; its status says what became of it. Every command has a deadline but the srun of an agent
-that was started, which lasts as long as that agent; if it is killed the agent goes on. A command that fails is a reason, never an
-error.
+that was started, which lasts as long as that agent and passes its output on; once the agent serves, it outlives its srun and this
+process. A command that fails is a reason, never an error.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ ENDED_KEPT = 32
 _LINES_KEPT = 8
 _REASON_LIMIT = 500
 _CHUNK_BYTES = 1 << 16
+#: How srun ends that has lost its watchman (see `_settle`): nothing that anybody need know.
+_NO_WATCHMAN = "srun: error: write(shepherd)"
 
 
 class CommandFailed(Exception):
@@ -46,12 +48,17 @@ class Errands:
         self._statuses: dict[str, OrderStatus] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._sruns: dict[str, asyncio.subprocess.Process] = {}
+        #: Launches whose agents have come: nobody asks any more how their srun ends.
+        self._settled: set[str] = set()
 
     def statuses(self) -> tuple[OrderStatus, ...]:
         return tuple(self._statuses.values())
 
     def match(self, orders: Iterable[NodeOrder], withdrawn: Iterable[str]) -> None:
-        """Begins what is ordered and was not yet; ends what is withdrawn."""
+        """Begins what is ordered and was not yet; ends what is withdrawn. A launch that is neither has succeeded."""
+        orders, withdrawn = tuple(orders), frozenset(withdrawn)
+        for order_id in self._sruns.keys() - {order.order_id for order in orders} - withdrawn:
+            self._settle(order_id)
         for order in orders:
             if order.order_id not in self._statuses:
                 self._statuses[order.order_id] = OrderStatus(
@@ -71,6 +78,8 @@ class Errands:
                     await asyncio.gather(*(srun.wait() for srun in self._sruns.values()))
             for srun in self._sruns.values():
                 self._end_srun(srun)
+        for order_id in list(self._sruns) if leave else ():
+            self._settle(order_id)
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -128,8 +137,18 @@ class Errands:
                 srun.kill()  # its step goes on
             self._pump.finish(output)
             del self._sruns[order.order_id]
-        if code != 0:
+        if code != 0 and order.order_id not in self._settled:
             raise CommandFailed("; ".join(words) or f"srun ended with code {code}")
+
+    def _settle(self, order_id: str) -> None:
+        """The agent that was started stands on its own feet. srun has a watchman, a child that ends the step if srun is killed:
+        that goes, as whoever takes this node away kills srun."""
+        if order_id in self._settled:
+            return
+        self._settled.add(order_id)
+        for pid in _children(self._sruns[order_id].pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     async def _relay_errors(self, srun: asyncio.subprocess.Process) -> list[str]:
         """Passes on what comes on its standard error, to the end; returns srun's own last lines."""
@@ -138,7 +157,8 @@ class Errands:
         words: list[str] = []
         while data := await srun.stderr.read(_CHUNK_BYTES):
             for line in cutter.feed(data).decode(errors="replace").splitlines():
-                self._pump.say(line)
+                if not line.startswith(_NO_WATCHMAN):
+                    self._pump.say(line)
                 if line.startswith("srun:"):
                     words = [*words, line][-_LINES_KEPT:]
         return words
@@ -185,6 +205,17 @@ async def _run(command: Sequence[str], *, cwd: str | None = None) -> str:
     if process.returncode != 0:
         raise CommandFailed(" ".join(said.decode(errors="replace").split()) or f"{command[0]} ended with {process.returncode}")
     return printed.decode(errors="replace")
+
+
+def _children(pid: int) -> list[int]:
+    """As the kernel lists them now."""
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry.name}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == pid:
+                    found.append(int(entry.name))
+    return found
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -1,0 +1,137 @@
+"""Jobs by sbatch whose nodes an administrator drains: ranks move, losses and state stay what they are, Slurm gets the node."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tests.e2e.cluster import WORLD_SIZE, assert_unharmed, until
+from tests.slurm.report import Report
+from tests.slurm.stack import SlurmJob, SlurmStack, stopped
+
+
+def drained(job: SlurmJob, node: str) -> tuple[dict[str, Any], float, float]:
+    """The node is drained and the move that follows is seen to its end: its record, how long the drain was on its way to tmd, and
+    how long after the first step without the leaver Slurm had the node back, both in milliseconds."""
+    job.drain(node)
+    ordered_s = time.time()
+    slurm = job.cluster.slurm
+    until(lambda: slurm.states()[node] == "IDLE+DRAIN", f"{node} is IDLE+DRAIN: {job.view()['sentence']}")
+    idle_s = time.time()
+    record = job.wait_move(node)
+    return record, max(0.0, record["started_s"] - ordered_s) * 1000, (idle_s - record["ended_s"]) * 1000
+
+
+def test_a_drained_node_and_then_a_killed_one_cost_the_job_nothing(
+    stack: SlurmStack, reference: SlurmJob, report: Report
+) -> None:
+    """The demo, as a job of Slurm."""
+    job = stack.started(standby=2)
+    rank, node = job.rank_off_the_batch_host()
+    record, latency_ms, release_ms = drained(job, node)
+    assert record["kind"] == "planned"
+    assert job.node_of(rank) != node
+    assert node not in job.allocation()
+    assert "bad DIMM" in stack.slurm.run("scontrol", "show", "node", node).stdout
+    assert_unharmed(job, reference)
+    report.add("drain of a node", [record], event_latency_ms=latency_ms, node_release_ms=release_ms)
+
+    rank, node = job.rank_off_the_batch_host()
+    stack.slurm.kill_node(node)
+    moved = until(lambda: job.moves_off(node), f"rank {rank} is replaced: {job.view()['sentence']}")
+    record = job.wait_measured(moved[0]["migration_id"])
+    assert record["kind"] == "unplanned"
+    job.finish()
+    assert_unharmed(job, reference, lines_lost={rank: 1})
+    assert job.record()["approximations"] == []
+    report.add("kill of slurmd, stepd and rank of a node", [record])
+
+
+def test_three_moves_in_a_row(stack: SlurmStack, reference: SlurmJob, report: Report) -> None:
+    job = stack.started(standby=3)
+    figures = [drained(job, job.rank_off_the_batch_host()[1]) for _ in range(3)]
+    assert len(job.allocation()) == WORLD_SIZE
+    job.finish()
+    assert_unharmed(job, reference)
+    assert job.srun_code() == 0, "whoever left did so by itself"
+    latency_ms, release_ms = (max(values) for values in zip(*(figure[1:] for figure in figures), strict=True))
+    moves = [figure[0] for figure in figures]
+    report.add("three moves in a row", moves, event_latency_ms=latency_ms, node_release_ms=release_ms)
+
+
+def test_two_jobs_move_at_once(stack: SlurmStack, reference: SlurmJob, report: Report) -> None:
+    jobs = stack.several_started(2, standby=1)
+    nodes = [job.rank_off_the_batch_host()[1] for job in jobs]
+    stack.slurm.run("scontrol", "update", f"nodename={','.join(nodes)}", "state=drain", "reason=this rack is emptied")
+    moves = [job.wait_move(node) for job, node in zip(jobs, nodes, strict=True)]
+    for job, node in zip(jobs, nodes, strict=True):
+        job.wait_given_back(node)
+        job.set_pace(0)
+    for job in jobs:
+        job.finish()
+        assert_unharmed(job, reference)
+    report.add("two jobs at once", moves)
+
+
+def test_a_drained_standby_is_given_back_and_the_job_goes_on_without(stack: SlurmStack, reference: SlurmJob) -> None:
+    job = stack.started(standby=1)
+    (standby,) = job.wait_ready(1)
+    node = standby["record"]["node"]
+    job.drain(node)
+    stack.slurm.wait_state(node, "IDLE+DRAIN")
+    job.wait_given_back(node)
+    assert job.migrations() == []
+    job.finish()
+    assert_unharmed(job, reference)
+    assert job.srun_code() == 0
+
+
+def test_four_drains_and_one_standby(stack: SlurmStack, reference: SlurmJob) -> None:
+    """One moves; the others stay where they are, and the operator sees why."""
+    job = stack.started(standby=1)
+    nodes = [job.node_of(rank) for rank in range(WORLD_SIZE)]
+    stack.slurm.run("scontrol", "update", f"nodename={','.join(nodes)}", "state=drain", "reason=this rack is emptied")
+    moved = until(lambda: [move for move in job.migrations() if move["state"] == "done"], "one node is emptied")
+    stay = [node for node in nodes if node not in moved[0]["from_nodes"]]
+    for node in stay:
+        sentence = until(
+            lambda node=node: (told := job.node_sentence(node)).endswith("usable)") and told, f"the operator is told of {node}"
+        )
+        assert "stays until there are as many standbys (0 usable)" in sentence
+    job.wait_progress()
+    assert {job.node_of(rank) for rank in range(WORLD_SIZE)} >= set(stay)
+    states = stack.slurm.states()
+    assert all("DRAIN" in states[node] for node in nodes), "nobody's drain is undone"
+    job.finish()
+    assert_unharmed(job, reference)
+
+
+def test_the_batch_host_is_emptied_and_stays(stack: SlurmStack, reference: SlurmJob) -> None:
+    job = stack.started(standby=1)
+    node = job.batch_host()
+    job.drain(node)
+    job.wait_move(node)
+    assert node not in {job.node_of(rank) for rank in range(WORLD_SIZE)}
+    sentence = until(lambda: (told := job.node_sentence(node)).startswith("no rank") and told, f"the operator is told of {node}")
+    assert "the batch script runs there" in sentence
+    assert "Not safe: reboot" in sentence
+    job.wait_progress()
+    assert node in job.allocation()
+    job.finish()
+    assert_unharmed(job, reference)
+    assert job.srun_code() == 0
+
+
+def test_a_drain_that_is_taken_back_before_the_flip_is_none(stack: SlurmStack, reference: SlurmJob) -> None:
+    job = stack.started(standby=1)
+    rank, node = job.rank_off_the_batch_host()
+    standby = job.wait_ready(1)[0]["pid"]
+    with stopped(standby):  # so that it does not flip
+        job.drain(node)
+        open_move = until(lambda: [move for move in job.migrations() if move["state"] != "done"], f"a move off {node} begins")
+        stack.slurm.run("scontrol", "update", f"nodename={node}", "state=resume")
+        job.wait_migration(open_move[0]["migration_id"], "aborted")
+    assert job.node_of(rank) == node
+    assert node in job.allocation()
+    job.finish()
+    assert_unharmed(job, reference)
