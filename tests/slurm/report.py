@@ -19,7 +19,12 @@ class Report:
         self._path = path
 
     def add(
-        self, name: str, moves: list[dict[str, Any]], *, event_latency_ms: float | None, node_release_ms: float | None
+        self,
+        name: str,
+        moves: list[dict[str, Any]],
+        *,
+        event_latency_ms: float | None = None,
+        node_release_ms: float | None = None,
     ) -> None:
         """To be called once the run has been compared with the undisturbed one. `moves`: the migrations' records."""
         scenario = {

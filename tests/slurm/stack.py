@@ -22,7 +22,7 @@ from tmd.cli.client import Client, ClientError
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 #: Slow enough that a job outlives what a test does to it, fast enough to be done with soon.
-PACE_MS = 60
+PACE_MS = 100
 #: While replacements start: no step is lost to waiting.
 IDLE_PACE_MS = 400
 #: As many as the reference has, and as every job here.
