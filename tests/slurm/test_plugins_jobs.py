@@ -77,6 +77,17 @@ def test_the_allocation_has_the_nodes_more_and_each_has_the_same_shape(standby_c
     assert shown["AdminComment"] == "tmd:standby=2;nodes=2"
 
 
+def test_the_standby_node_is_there_for_who_names_it(standby_cluster: SlurmCluster) -> None:
+    script = """
+        srun -N 3 true
+        srun -w $TMD_STANDBY_NODELIST -N1 -n1 bash -c 'echo named $SLURMD_NODENAME'
+        env -u SLURM_JOB_NODELIST srun -N $TMD_ALLOC_NODES bash -c 'echo all $SLURMD_NODENAME'
+    """
+    printed = finished(standby_cluster, script, "-N2", "--standby=1")
+    assert "Only allocated 2 nodes asked for 3" in printed
+    assert set(printed.splitlines()) >= {"named n3", "all n1", "all n2", "all n3"}
+
+
 def test_a_job_survives_the_loss_of_a_node_without_asking_for_it(standby_cluster: SlurmCluster) -> None:
     """--no-kill for the job (job_submit/tmd) and for a plain srun in its script (spank_tmd)."""
     beats = standby_cluster.places.shared / "beats"
