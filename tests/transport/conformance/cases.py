@@ -46,7 +46,7 @@ class Case:
 
 def random_case(seed: int, operation: str, members: int, *, largest_bytes: int) -> Case:
     choose = random.Random(seed)
-    dtype = choose.choice([torch.float32] if operation.startswith("functional") else [*ADDABLE, torch.complex64])
+    dtype = choose.choice([*FLOATS, *INTEGERS] if operation.startswith("functional") else [*ADDABLE, torch.complex64])
     reductions = ["SUM", "PRODUCT", "MIN", "MAX"]
     if operation.startswith("functional"):
         reductions = ["SUM", "MAX"]

@@ -75,16 +75,24 @@ def test_sub_groups_late_and_nested_ones_and_what_is_left_when_one_is_destroyed(
     assert run_ranks(5, body, transport=transport, links=links) == [[]] * 5
 
 
+EVERY_RANKS_ALONE = ["all_reduce", "broadcast", "send_and_receive_around", "all_to_all_single", "reduce"]
+LARGE = {
+    2: list(OPERATIONS),
+    3: ["all_reduce", "all_gather_single"],
+    8: ["all_reduce", "all_gather_single", "reduce_scatter_single"],
+}
+
+
 @pytest.mark.parametrize("links", ["tcp", "shm"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", list(LARGE))
 def test_messages_of_64_mib(size: int, links: str) -> None:
-    names = ["all_reduce", "all_to_all_single", "gather"] if size == 2 else ["all_reduce"]
+    """What a rank ends with, or brings: of an operation that has a part for each rank the parts together."""
 
     def body(rank: Rank) -> list[str]:
         twin = dist.new_group(backend="gloo")
         wrong = []
-        for number, name in enumerate(names):
-            elements = (64 << 20) // 4 // (size if name == "gather" else 1)
+        for number, name in enumerate(LARGE[size]):
+            elements = (64 << 20) // 4 // (1 if name in EVERY_RANKS_ALONE else size)
             wrong += differences(Case(number, name, elements, torch.float32, "SUM", size - 1, "plain"), dist.group.WORLD, twin)
         return wrong
 
@@ -92,15 +100,18 @@ def test_messages_of_64_mib(size: int, links: str) -> None:
 
 
 @pytest.mark.parametrize("links", ["tcp", "shm"])
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
 def test_float_sums_have_the_bits_of_the_documented_order(size: int, links: str) -> None:
+    """The largest goes around the ring in segments of several frames."""
+
     def body(rank: Rank) -> list[str]:
         wrong = []
         for dtype in (
             (torch.float32, torch.bfloat16) if size > 3 else (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         ):
             at_the_limit = summation.TREE_BYTES // dtype.itemsize
-            for elements in (1, 1000, at_the_limit, at_the_limit + 1, 100_003):
+            several_frames = 300_007 * size if dtype is torch.float32 else 100_003
+            for elements in (1, 1000, at_the_limit, at_the_limit + 1, several_frames):
                 parts = [drawn(member, elements, dtype) for member in range(size)]
                 expected = summation.all_reduced(parts)
                 everywhere, at_one = parts[rank.rank].clone(), laid_out(parts[rank.rank], "strided")
