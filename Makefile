@@ -48,7 +48,7 @@ setup-slurm:
 	@scripts/setup-slurm
 
 slurm-up: setup setup-slurm
-	@$(PY) -m tests.slurm up
+	@$(PY) -m tests.slurm up --nodes $(or $(NODES),4)
 
 slurm-down: setup
 	@$(PY) -m tests.slurm down

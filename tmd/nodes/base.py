@@ -115,12 +115,16 @@ class ResourceManager(Protocol):
 
         Idempotent: a node that the job does not hold is released already.
 
-        Raises UnknownNode, QueryFailed, NotRecorded.
+        Raises UnknownNode, QueryFailed, NotRecorded; RequestRefused where the manager does not part a job from this node, which is
+        then free once the job ends.
         """
         ...
 
     def watch(self) -> AsyncIterator[NodeEvent]:
-        """First the state of every node, then each change, until `close`. While queries fail: "unknown", once per node."""
+        """First the state of every node, then each change, until `close`. While queries fail: "unknown", once per node.
+
+        Raises QueryFailed if the first query fails, as no node is known yet.
+        """
         ...
 
     async def close(self) -> None:
