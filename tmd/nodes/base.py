@@ -115,8 +115,8 @@ class ResourceManager(Protocol):
 
         Idempotent: a node that the job does not hold is released already.
 
-        Raises UnknownNode, QueryFailed, NotRecorded; RequestRefused where the manager does not part a job from this node, which is
-        then free once the job ends.
+        Raises UnknownNode, QueryFailed, NotRecorded; RequestRefused where the manager does not part a job from this node, which
+        is then free once the job ends.
         """
         ...
 
