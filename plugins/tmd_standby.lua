@@ -29,9 +29,9 @@ end
 -- From the SPANK plugin: {count, pool}, or nil.
 local function flag_of_spank(job)
     for _, entry in pairs(job.spank_job_env or {}) do
-        local pool, count = entry:match("^TMD_STANDBY(_?P?O?O?L?)=(%d+)$")
-        if count and (pool == "" or pool == "_POOL") then
-            return { count = tonumber(count), pool = pool == "_POOL" }
+        local name, count = entry:match("^([%u_]+)=(%d+)$")
+        if name == "TMD_STANDBY" or name == "TMD_STANDBY_POOL" then
+            return { count = tonumber(count), pool = name == "TMD_STANDBY_POOL" }
         end
     end
 end
@@ -171,7 +171,6 @@ local function raise(job, count)
     job.min_nodes = nodes + count
 end
 
-
 -- For the script, and for spank_tmd.c in the batch step. Only a batch job has an environment here.
 local function tell_job(job, flag, nodes)
     if not job.script then
@@ -214,11 +213,9 @@ function tmd.submit(job, partitions, _)
         end
     end
     local nodes = own_nodes(job)
-    if not flag.pool then
-        local message = too_many(job, partitions, math.floor(job.min_nodes), flag.count)
-        if message then
-            return refuse(message)
-        end
+    local message = not flag.pool and too_many(job, partitions, math.floor(job.min_nodes), flag.count)
+    if message then
+        return refuse(message)
     end
     tell_job(job, flag, nodes)
     if not flag.pool then
@@ -241,8 +238,7 @@ function tmd.modify(change, job, _, _)
     local noted = (job.admin_comment or ""):find("tmd:standby=", 1, true)
     local pending = job.job_state ~= nil and job.job_state % 256 == 0
     if noted and pending and (given(change.min_nodes) or given(change.max_nodes) or given(change.num_tasks)) then
-        slurm.log_user("tmd: the size of a job with standby nodes is set when it is submitted: cancel it and submit it anew")
-        return slurm.ERROR
+        return refuse("the size of a job with standby nodes is set when it is submitted: cancel it and submit it anew")
     end
     return slurm.SUCCESS
 end

@@ -56,11 +56,11 @@ def loaded(folder: Path, **changes: Any) -> Options:
     return Options(**(options | changes))
 
 
-def finished(cluster: SlurmCluster, script: str, *options: str, env: dict[str, str] | None = None) -> str:
-    """Runs a job to its end; returns what it printed."""
+def finished(cluster: SlurmCluster, script: str, *options: str, user: str | None = None) -> str:
+    """Runs a job to its end, as root or as this user; returns what it printed."""
     output = cluster.places.shared / "job.out"
     output.unlink(missing_ok=True)
-    job = cluster.sbatch(script, *options, "--output", str(output), env=env)
+    job = cluster.sbatch(script, *options, "--output", str(output), user=user)
     cluster.wait_for(lambda: not cluster.run("squeue", "-h", "-j", job, check=False).stdout.strip(), f"job {job} to end")
     return output.read_text()
 

@@ -27,6 +27,8 @@ REFUSED_BY_SUBMISSION = {
     ("--standby=1", "-N1-2", "-n4"): "give one number to -N",
     ("--standby=1", "-N1", "-n4", "--ntasks-per-node=2"): "-n is more than --ntasks-per-node times -N",
     ("--standby=1", "-N2", "--gpus=2"): "use --gpus-per-node or --gres",
+    ("--standby=1", "-N2", "--gpus-per-node=1", "--ntasks-per-gpu=1"): "use --ntasks-per-node",
+    ("--standby=1", "-N1", "--dependency=expand:1"): "a job that expands another one",
     ("--standby=1", "-N2", "-n2", "-w", "n1,n2", "-marbitrary"): "names the node of each task",
     ("--standby=1", "-N1", ":", "-N1"): "heterogeneous jobs",
     ("--comment=tmd:standby=x", "-N1"): "expected a number of nodes",

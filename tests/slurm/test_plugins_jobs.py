@@ -11,6 +11,7 @@ import pytest
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.files import Options
 from tests.slurm.plugins import environment, fields, finished, lua_files, plugstack
+from tests.slurm.users import ALICE
 
 #: What differs between any two runs of a job.
 OF_A_RUN = {
@@ -117,6 +118,13 @@ def test_a_job_submitted_from_within_is_a_job_of_its_own(standby_cluster: SlurmC
 def test_the_flag_reaches_a_job_that_takes_no_environment_along(standby_cluster: SlurmCluster) -> None:
     found = environment(finished(standby_cluster, "env", "-N2", "--standby=1", "--export=NONE"))
     assert (found["TMD_STANDBY"], found["SLURM_NNODES"], found["TMD_ALLOC_NODES"]) == ("1", "2", "3")
+
+
+def test_an_ordinary_user_needs_no_rights_for_it(standby_cluster: SlurmCluster) -> None:
+    """Although only operators may change a job's AdminComment."""
+    printed = finished(standby_cluster, "id -un; env; scontrol show job $SLURM_JOB_ID", "-N2", "--standby=1", user=ALICE)
+    assert {ALICE, "SLURM_NNODES=2", "TMD_ALLOC_NODES=3"} <= set(printed.splitlines())
+    assert "AdminComment=tmd:standby=1;nodes=2" in printed
 
 
 def test_tasks_of_an_array_have_standby_nodes_each(standby_cluster: SlurmCluster) -> None:
