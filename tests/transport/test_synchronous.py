@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -179,6 +181,33 @@ def test_a_signal_whose_handler_raises_ends_the_epoch_since_nobody_knows_how_far
         assert processes[0].hear() == "interrupted"
         processes[1].tell("come")
         assert processes[0].hear() == [(0, 0, True, "allreduce was interrupted on this rank")]
+        processes[1].hear()
+
+
+def test_a_handler_that_raises_while_a_call_is_being_ended_hides_behind_no_other_error_and_the_call_has_ended() -> None:
+    """As before, in the one moment in which the result is there for some and not for others."""
+
+    def body(rank: Rank) -> Any:
+        if rank.rank:
+            with contextlib.suppress(StepDiscarded):
+                dist.all_reduce(torch.ones(3))
+            rank.events.wait_poisoned()
+            return None
+
+        def interrupt(frame: FrameType, _event: str, _argument: object) -> None:
+            if frame.f_code is threading.Event.set.__code__:  # in work.end, behind the future's result
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+        sys.settrace(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(3))
+        last = rank.fabric._groups["0"].last
+        assert last is not None
+        return last.is_completed(), rank.events.broken
+
+    with ranks(2, body) as processes:
+        assert processes[0].hear() == (True, [(0, 0, True, "allreduce was interrupted on this rank")])
         processes[1].hear()
 
 

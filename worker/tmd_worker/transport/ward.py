@@ -115,11 +115,11 @@ class WardLink:
 
         `enough`: asked once the reader cannot read any more: it may have done so since the caller looked last.
         """
-        with self._turn:
-            if not self.lent:
-                return False
-            self._borrowed = True
-        try:
+        try:  # an exception out of a signal's handler may come anywhere, and the reader waits while the link is borrowed
+            with self._turn:
+                if not self.lent:
+                    return False
+                self._borrowed = True
             if enough():
                 return True
             taken_bytes, small = native.hear_ward(self.link, self._wake.fd, self._seen, self._opened_in, timeout_s) or self._hear(

@@ -47,7 +47,8 @@ class TmdWork(Work):
     def end(self, outcome: Outcome, failure: str = "") -> None:
         self.outcome = outcome
         self._failure = failure
-        self._future.set_result(self._result)
+        if not self._future.done():  # else a signal's handler has raised before the next line
+            self._future.set_result(self._result)
         self._ended.set()
 
     def ended_within(self, timeout_s: float) -> bool:
