@@ -166,6 +166,24 @@ async def test_what_cannot_be_given_back_is_said_and_is_free_with_the_job(nodes:
         await nodes.release(job, "n[1-4]")
 
 
+async def test_a_requeued_job_keeps_what_an_earlier_life_of_it_gave_back(nodes: SlurmNodes, cluster: SlurmCluster) -> None:
+    """
+    1. A job is requeued and gets the same nodes again.
+    2. A release that was still due from before takes nothing from it; one of its own life does.
+    """
+    job = running(cluster, "--requeue")
+    cluster.run("scontrol", "requeue", job)
+    waits = ("squeue", "-h", "-j", job, "-o", "%T")
+    cluster.wait_for(lambda: cluster.run(*waits).stdout == "PENDING\n", "the job to wait again")
+    # By itself Slurm starts a requeued job only after two minutes.
+    cluster.run("scontrol", "update", f"jobid={job}", "starttime=now")
+    cluster.wait_for(lambda: all(len(cluster.processes_of(node)) > 1 for node in ("n1", "n2", "n3")), "the job to run again")
+    await nodes.release(job, "n3")
+    assert {view.name: view.jobs for view in await nodes.nodes()}["n3"] == (f"{job}.1",)
+    await nodes.release(f"{job}.1", "n3")
+    assert {view.name: view.jobs for view in await nodes.nodes()}["n3"] == ()
+
+
 async def test_a_job_without_a_script_keeps_its_last_node(nodes: SlurmNodes, cluster: SlurmCluster) -> None:
     said = cluster.run("salloc", "--no-shell", "-N1", "-wn2", user=ALICE).stderr
     job = said.partition("Granted job allocation ")[2].split()[0]

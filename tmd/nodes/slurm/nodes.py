@@ -54,7 +54,7 @@ class SlurmNodes:
         holders: dict[str, list[str]] = {}
         for job in jobs:
             for name in job.held_nodes:
-                holders.setdefault(name, []).append(job.job_id)
+                holders.setdefault(name, []).append(job.life)
         return [node_view(node, tuple(holders.get(node.name, ()))) for node in sorted(nodes, key=lambda node: node.name)]
 
     async def drain(self, node: str, reason: str) -> None:
@@ -75,10 +75,11 @@ class SlurmNodes:
     async def release(self, job_id: str, node: str) -> None:
         checked_node(node)
         try:
-            job = await self._client.job(job_id)
+            job = await self._client.job(job_id.partition(".")[0])
         except UnknownJob:
             return
-        if node in job.held_nodes and job.state != "COMPLETING":
+        # The same number, requeued since, may hold the same node for another beginning.
+        if job.life == job_id and node in job.held_nodes and job.state != "COMPLETING":
             await self.shrink(job, node)
 
     async def shrink(self, job: SlurmJob, node: str) -> None:

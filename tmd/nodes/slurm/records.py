@@ -50,6 +50,11 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     admin_comment: str
 
     @property
+    def life(self) -> str:
+        """What tmd calls this life of the job, as its agents do: "7", and "7.1" once it was requeued."""
+        return f"{self.job_id}.{self.restart_count}" if self.restart_count else self.job_id
+
+    @property
     def held_nodes(self) -> tuple[str, ...]:
         """None of a job that has ended."""
         return self.nodes if self.state in HOLDING_STATES else ()
