@@ -269,6 +269,16 @@ def test_the_end_of_the_allocation_ends_the_job() -> None:
     assert "CANCELLED by 0" in cluster.job.reason
 
 
+def test_a_cancelled_job_says_so_though_its_ranks_are_gone_first() -> None:
+    cluster = running()
+    for process in [*map(cluster.member, range(3)), cluster.standby_on("n3")]:
+        process.die()
+    cluster.settle()
+    assert "waiting for the resource manager's word" in cluster.sentence()
+    cluster.allocate(state="over", reason="Slurm calls the job CANCELLED")
+    assert "CANCELLED" in cluster.job.reason
+
+
 def test_a_job_that_is_listed_no_more_is_over_and_one_that_never_was_is_not() -> None:
     cluster = Cluster(allocated=True)
     cluster.allocate(state="unlisted", nodes=())

@@ -33,7 +33,7 @@ class Report:
             "event_latency_ms": _rounded(event_latency_ms),
             "node_release_ms": _rounded(node_release_ms),
             "phases": {phase: _rounded(seconds * 1000) for phase, seconds in moves[-1]["phases_s"].items()} if moves else {},
-            "downtime_ms": _rounded(max(move["downtime_s"] for move in moves) * 1000) if moves else None,
+            "downtime_ms": max((_rounded(s * 1000) for move in moves if (s := move["downtime_s"]) is not None), default=None),
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         known = json.loads(self._path.read_text())["scenarios"] if self._path.exists() else []

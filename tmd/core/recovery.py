@@ -38,6 +38,7 @@ def advance(job: Job, now: float) -> str:
         return _restart(job, now, f"{recovery.sign}, and {recovery.must_restart}")
     if not job.resolved():
         waiting = _wait_for_reports(job, now)
+        waiting = waiting or _wait_for_word(job, now, recovery)
         if waiting is not None:
             return waiting
         _resolve(job, now)
@@ -112,13 +113,28 @@ def _has_reported(job: Job, process: Process) -> bool:
     return process.report.reported_epoch >= job.record.poison_epoch or process.report.phase == "finished"
 
 
+def _wait_for_word(job: Job, now: float, recovery: Recovery) -> str | None:
+    """A sentence while nobody with the state is left and the resource manager may still say that it has ended the job."""
+    if job.allocation is None or not job.allocation.live or _steps(job):
+        return None
+    deadline = recovery.since_s + job.settings.heartbeat_timeout_s
+    job.wake_at(deadline)
+    return "no rank is left: waiting for the resource manager's word on the job" if now < deadline else None
+
+
+def _steps(job: Job) -> list[int]:
+    """The next step of every living witness that has the state."""
+    return [
+        process.report.next_step for process in _witnesses(job) if process.report.has_state or process.report.phase == "warming"
+    ]
+
+
 def _resolve(job: Job, now: float) -> None:
     """Decides the undecided step: the furthest living witness is right, because a yes anywhere proves it everywhere. A lost
     rank that alone applied does not count."""
     recovery = job.recovery
     assert recovery is not None
-    witnesses = _witnesses(job)
-    steps = [process.report.next_step for process in witnesses if process.report.has_state or process.report.phase == "warming"]
+    steps = _steps(job)
     if not steps:
         _nobody_is_left(job, now, recovery)
         return
