@@ -12,6 +12,7 @@ from tests.session.conftest import Lab
 from tests.session.harness import Cluster
 from tests.session.outcome import Outcome
 from tests.session.training import VARIANTS, Net
+from tmd.core.settings import CoreSettings
 
 GATE = 3
 STEPS = 10
@@ -106,6 +107,20 @@ def test_a_leaver_that_is_lost_is_an_unplanned_loss(moment: str, lab: Lab) -> No
         assert cluster.faults_fired() == 1
         assert cluster.core.job("job").record.approximations == ()
     Outcome.of(cluster.folder).assert_same_as(reference, unlogged=1)
+
+
+def test_a_stayer_without_a_free_descriptor_keeps_its_process_and_the_move_is_called_off(lab: Lab) -> None:
+    reference = lab.reference("starved", nodes=3, steps=STEPS)
+    settings = CoreSettings(migration_attempts=1)
+    with lab.cluster("starved", nodes=3, standbys=1, steps=STEPS, gate=GATE, settings=settings) as cluster:
+        cluster.stand_at_gate(standbys=1, step=GATE)
+        migration_id = cluster.migrate(1)
+        cluster.run_until(lambda: cluster.migration(migration_id).state == "aborted")
+        cluster.open_gate()
+        assert cluster.run().exit_code == 0, cluster.report()
+        assert [cluster.exit_code_of(f"job.{number}") for number in (1, 2, 3)] == [0, 0, 0]
+        assert "Too many open files); look for files" in cluster.report()
+    Outcome.of(cluster.folder).assert_same_as(reference)
 
 
 def test_a_stayer_that_is_lost_at_the_flip_does_not_split_the_job(lab: Lab) -> None:

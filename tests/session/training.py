@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests.session.autograd_faults import fault_in_backward
 from tests.session.exchanging import exchanged
 from tests.session.gan import train_gan
+from tests.transport.starving import no_descriptor_left
 from tmd_worker import Session, faults
 from tmd_worker.step import Step
 from tmd_worker.transport.process import current
@@ -104,7 +105,9 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
     def begin(step: Step) -> None:
         misbehave(session, step, variants)
         if not step.shadow and step.index == int(os.environ.get("TMD_TEST_GATE", "-1")):
-            wait_for(folder / "go")
+            starved = "starved" in variants and session.rank == 2
+            with no_descriptor_left() if starved else contextlib.nullcontext():
+                wait_for(folder / "go")
 
     def log(step: Step, loss: torch.Tensor) -> None:
         if step.committed:

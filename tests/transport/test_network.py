@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from tests.transport.mesh import mesh
-from tests.transport.ranks import JOB_KEY, Events, Rank, run_ranks
+from tests.transport.ranks import DEADLINE_S, JOB_KEY, Events, Rank, ranks, run_ranks
+from tests.transport.starving import no_descriptor_left
 from tmd.protocol.membership import Member
 from tmd_worker.transport import network, ports
-from tmd_worker.transport.dialing import LinkError, dial
+from tmd_worker.transport.dialing import CannotConnect, LinkError, dial
 from tmd_worker.transport.fabric import Fabric
 from tmd_worker.transport.handshake import LINK, Hello, new_nonce
 from tmd_worker.transport.listener import CannotListen
@@ -146,6 +148,48 @@ def test_a_dropped_connection_names_host_and_port_and_what_to_check() -> None:
             client.close()
     assert f"port {port} on {HOST}: connection timed out: is it reachable from this node?" in text
     assert "tmd-run --port-range FIRST-LAST fixes the ports" in text
+
+
+# -------------------------------------------------------------------- descriptors
+
+
+def test_a_rank_without_a_free_descriptor_says_so_and_what_to_do_and_is_reached_once_it_has_some() -> None:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+
+    def body(rank: Rank) -> str:
+        peer = rank.table.members[1 - rank.rank]
+        rank.fabric.serve("state", lambda sock, fields: (sock.sendall(b"here"), sock.close())[1])
+        if rank.rank:
+            assert rank.hear() == "none is left there"
+            with pytest.raises(LinkError, match="no answer in time"):
+                rank.fabric.connect(peer, "state", {}, 0.5)
+            rank.tell("unanswered")
+            assert rank.hear() == "some are left there"
+        else:
+            logging.getLogger("tmd_worker").addHandler(handler)
+            with no_descriptor_left():
+                with pytest.raises(CannotConnect, match=r"cannot open a socket \(Too many open files\).*ulimit -n"):
+                    rank.fabric.connect(peer, "state", {}, 5.0)
+                rank.tell("none is left")
+                assert rank.hear() == "go on"
+                assert len(said) == 1, said
+            rank.tell("some are left")
+        dist.all_reduce(torch.ones(3))  # the links of before still carry
+        with rank.fabric.connect(peer, "state", {}, DEADLINE_S) as sock:
+            assert sock.recv(4, socket.MSG_WAITALL) == b"here"
+        return "".join(said)
+
+    with ranks(2, body, one_host=True) as processes:
+        assert processes[0].hear() == "none is left"
+        processes[1].tell("none is left there")
+        assert processes[1].hear() == "unanswered"
+        processes[0].tell("go on")
+        assert processes[0].hear() == "some are left"
+        processes[1].tell("some are left there")
+        assert "cannot take connections (Too many open files)" in processes[0].hear()
+        assert processes[1].hear() == ""
 
 
 # -------------------------------------------------------------------- hosts that vanish

@@ -21,6 +21,7 @@ from tmd_worker.state.errors import StateError, TransferBroken
 from tmd_worker.state.handoff import receive_record, receive_state
 from tmd_worker.state.tracked import Tracked
 from tmd_worker.threads import start_thread
+from tmd_worker.transport.dialing import CannotConnect
 from tmd_worker.transport.fabric import Fabric, LinkError
 from tmd_worker.transport.wire import Kind
 
@@ -100,7 +101,7 @@ class Installer:
         core = self._runtime.core
         try:
             opened = self._fabric.stage(plan, rank, STAGING_TIMEOUT_S)
-        except LinkError as error:
+        except (LinkError, CannotConnect) as error:  # the links of now go on, whereas without any an epoch needs another process
             _log.warning("rank %s: plan %s: links not staged: %s", rank, plan.plan_id, error)
             self._runtime.tell(core.stage_failed, plan.plan_id, str(error))
         else:

@@ -28,6 +28,10 @@ class Cancelled(LinkError):
     """The epoch whose links were being opened was closed meanwhile."""
 
 
+class CannotConnect(OSError):
+    """This process can open no connection at all, whoever the peer is; the text says what to do."""
+
+
 def dial(
     member: Member,
     key: bytes,
@@ -41,10 +45,11 @@ def dial(
     """One attempt. `deadline_s` is a moment of time.monotonic(). `on_socket` learns of the socket before anything can block.
 
     `nearby`: the member has this host's address; if it really is on this host, the connection does not go through the network,
-    and what `offer` holds, if anything, is offered. The connection is of use only if the verdict is ok. Raises LinkError.
+    and what `offer` holds, if anything, is offered. The connection is of use only if the verdict is ok. Raises LinkError or
+    CannotConnect.
     """
     reached = _reach_nearby(handshake.nearby_name(key, member.host, member.port), on_socket) if nearby else None
-    sock = reached or socket.socket(network.family(member.host), socket.SOCK_STREAM)
+    sock = reached or _new_socket(network.family(member.host))
     connected = reached is not None
     try:
         if not connected:
@@ -76,6 +81,14 @@ def dial(
     return Connection(sock, offer.taken() if offer is not None and verdict.shared else None), verdict
 
 
+def _new_socket(family: int) -> socket.socket:
+    """Raises CannotConnect."""
+    try:
+        return socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise CannotConnect(f"this rank cannot open a socket ({error.strerror}); {network.DESCRIPTORS_HINT}") from None
+
+
 def _why(error: OSError | handshake.HandshakeRefused, *, connected: bool) -> str:
     """What happened, and where it may lie in the network what to look at."""
     if connected:
@@ -97,7 +110,7 @@ def _why(error: OSError | handshake.HandshakeRefused, *, connected: bool) -> str
 
 def _reach_nearby(name: bytes, on_socket: Callable[[socket.socket], None]) -> socket.socket | None:
     """None if nobody listens there, or another user: the address belongs to another namespace, or the process is gone."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = _new_socket(socket.AF_UNIX)
     try:
         on_socket(sock)
         sock.bind("")  # a name of its own, by which the two ends of a connection can be told

@@ -7,6 +7,7 @@ HANDSHAKE_S; if too many are half open the oldest goes. What passes is handed to
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
 import socket
@@ -26,6 +27,8 @@ MAX_HALF_OPEN = 256
 _BACKLOG = 512
 #: The kernel goes on announcing a connection that cannot be accepted.
 _OUT_OF_DESCRIPTORS_S = 0.01
+
+_log = logging.getLogger(__name__)
 
 
 class CannotListen(OSError):
@@ -122,6 +125,7 @@ class Listener:
         self._accept = accept
         self._shares = shares
         self._half_open: dict[int, _HalfOpen] = {}
+        self._told = False
         self._closing = Closing()
         self._epoll = select.epoll()
         for fd in (*self._listening, self._closing.fd):
@@ -161,7 +165,8 @@ class Listener:
                 sock, _ = listening.accept()
             except BlockingIOError:
                 return
-            except OSError:
+            except OSError as error:
+                self._tell(error)
                 time.sleep(_OUT_OF_DESCRIPTORS_S)  # or the peer gave up: whoever means it tries again
                 return
             if sock.family is socket.AF_UNIX and not network.is_same_user(sock):
@@ -177,6 +182,12 @@ class Listener:
                 sock.close()
                 continue
             self._half_open[sock.fileno()] = half_open
+
+    def _tell(self, error: OSError) -> None:
+        """Once: who connects only sees that nobody answers."""
+        if error.errno in (errno.EMFILE, errno.ENFILE) and not self._told:
+            self._told = True
+            _log.warning("this rank cannot take connections (%s): its peers wait; %s", error.strerror, network.DESCRIPTORS_HINT)
 
     def _read(self, fd: int) -> None:
         half_open = self._half_open[fd]

@@ -17,6 +17,8 @@ KEEPALIVE_EVERY_S = 5
 KEEPALIVE_PROBES = 4
 #: When an idle connection to a host that has vanished ends. A process that is merely stopped is no such host: its kernel answers.
 VANISHED_S = KEEPALIVE_IDLE_S + KEEPALIVE_EVERY_S * KEEPALIVE_PROBES
+#: What to do when the kernel has no descriptor for one more connection.
+DESCRIPTORS_HINT = "look for files that the script opens and never closes, or raise the limit (ulimit -n)"
 
 
 def family(host: str) -> socket.AddressFamily:
