@@ -12,6 +12,7 @@ from tmd import __version__
 from tmd.cli import views
 from tmd.cli.client import Client
 from tmd.cli.config import config
+from tmd.cli.doctor import doctor
 from tmd.cli.health import health
 from tmd.cli.ledger import ledger
 from tmd.cli.local import local
@@ -46,6 +47,7 @@ def main(context: click.Context, socket: Path | None, daemon: str | None, munge_
       tmctl drain n3 --reason "fan 2 is slow"     empty a node: its ranks move to a standby
       tmctl migrate local-1 --rank 3 --wait       move one rank and watch it go
       tmctl story m1                              what led to a migration, and how it went
+      tmctl doctor                                whether everything is installed as it should be
       tmctl local run --nodes 4 --standby 2 -- train.py --steps 100
       tmctl --daemon http://head:7070 jobs        from a login node with munge
     """
@@ -230,7 +232,7 @@ def unpause(tmctl: Tmctl) -> None:
     tmctl.answer(tmctl.post("/v1/unpause"), lambda _: click.echo("active: planned migrations begin again"))
 
 
-for each in (migrate, migration, migrations, health, local, ledger, config):
+for each in (migrate, migration, migrations, health, doctor, local, ledger, config):
     main.add_command(each)
 
 
