@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,10 @@ class Daemon:
         self.client = Client(self.socket)
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *more: str, environ: dict[str, str] | None = None) -> Daemon:
-        """Returns once it answers."""
+    def start(self, *more: str, environ: dict[str, str] | None = None, prefix: Sequence[str] = ()) -> Daemon:
+        """Returns once it answers. `prefix`: what comes before the command, setpriv for example."""
         command = [
+            *prefix,
             sys.executable,
             "-m",
             "tmd.daemon.main",
