@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def valgrind_log(standby_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch,
     wrapper.write_text(f'#!/bin/sh\nexec {valgrind} {options} {program} "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    standby_cluster.restart(SLURMCTLD, signal.SIGKILL)
+    standby_cluster.restart(SLURMCTLD)
     standby_cluster.wait_for(lambda: set(standby_cluster.states().values()) == {"IDLE"}, "every node to be IDLE")
     return log
 
@@ -34,6 +33,7 @@ def test_valgrind_finds_nothing_in_slurmctld(standby_cluster: SlurmCluster, valg
     cluster = standby_cluster
     events = Events(events_path)
     try:
+        events.wait(event="resync")  # the watcher knows all nodes
         for number in range(3):
             cluster.run("scontrol", "update", "nodename=n2", "state=drain", f'reason={number} "é"')
             events.wait(node="n2", flags=["DRAIN"])
@@ -44,7 +44,7 @@ def test_valgrind_finds_nothing_in_slurmctld(standby_cluster: SlurmCluster, valg
         lines = cluster.options.slurm_conf
         cluster.reconfigure(f"{lines}\nJobSubmitPlugins=lua")
         cluster.reconfigure(lines)
-        events.wait(event="resync")
+        events.wait(event="resync", lost=0)
     finally:
         events.close()
     cluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=nobody listens")
