@@ -27,16 +27,16 @@ PACE_MS = 100
 IDLE_PACE_MS = 400
 #: As many as the reference has, and as every job here.
 STEPS = 400
-#: What srun needs so that a step outlives the loss of one of its nodes; the options of tmd's SPANK plugin set it by themselves.
-NO_KILL = "export SLURM_NO_KILL=set SLURM_KILL_BAD_EXIT=0 SLURM_WAIT=0"
 
 
 class Daemon:
     """`tmd serve` for this cluster. Use as a context manager; `kill` and `start` give it another life."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
+    def __init__(self, slurm: SlurmCluster, folder: Path, hints: Path) -> None:
+        """`hints`: where slurmctld sends node events."""
         self._slurm = slurm
         self._folder = folder
+        self._hints = hints
         self._sockets = tempfile.TemporaryDirectory(prefix="tmd-slurm-sock-")
         self.socket = Path(self._sockets.name) / "tmd.sock"
         self.client = Client(str(self.socket))
@@ -54,7 +54,7 @@ class Daemon:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tmd.daemon.main", "serve", *places, "--resource-manager", "slurm"],
-                env=self._slurm.env,
+                env=self._slurm.env | {"TMD_SLURM_HINT_SOCKET": str(self._hints)},
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -102,10 +102,10 @@ class Daemon:
 class SlurmStack(Cluster):
     """A daemon beside a Slurm cluster, with the jobs of this test."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
+    def __init__(self, slurm: SlurmCluster, folder: Path, hints: Path) -> None:
         self.slurm = slurm
         self.folder = folder
-        self.stack: Any = Daemon(slurm, folder / "tmd")
+        self.stack: Any = Daemon(slurm, folder / "tmd", hints)
         self._numbers = itertools.count(1)
 
     def settle(self) -> None:
@@ -128,18 +128,18 @@ class SlurmStack(Cluster):
     def sbatch(
         self, *, nodes: int = WORLD_SIZE, standby: int = 0, steps: int, pace_ms: float = PACE_MS, options: tuple[str, ...] = ()
     ) -> SlurmJob:
-        """A job of `nodes` ranks that train and `standby` nodes more. Returns once the daemon knows it."""
+        """A job of `nodes` ranks that train and `standby` nodes more, asked for as users do. Returns once the daemon knows it."""
         out = self.slurm.places.shared / f"job{next(self._numbers)}"
         out.mkdir()
         out.chmod(0o777)
         job = SlurmJob(self, out)
         job.steps = steps
         job.set_pace(pace_ms)
-        command = f"{sys.executable} -m tmd_worker.agent --nnodes {nodes} {TRAIN} --out {out} --steps {steps}"
-        script = "\n".join((NO_KILL, f"srun --nodes={nodes} --ntasks={nodes} {command}", f"echo $? > {out}/srun.code"))
-        fixed = ("--no-kill", "--ntasks-per-node=1", f"--output={out}/output", f"--chdir={out}")
+        command = f"{sys.executable} -m tmd_worker.agent {TRAIN} --out {out} --steps {steps}"
+        script = f"srun {command}\necho $? > {out}/srun.code"
+        fixed = ("--ntasks-per-node=1", f"--standby={standby}", f"--output={out}/output", f"--chdir={out}")
         environment = {"TMD_DAEMON": f"unix:{self.stack.socket}", **job.faults.environment()}
-        job.id = self.slurm.sbatch(script, f"--nodes={nodes + standby}", *fixed, *options, env=environment)
+        job.id = self.slurm.sbatch(script, f"--nodes={nodes}", *fixed, *options, env=environment)
         until(lambda: self.stack.job(job.id), f"the daemon knows {job.id}: {job.logs()}", every_s=0.1)
         return job
 
