@@ -157,6 +157,20 @@ def test_a_descriptor_that_is_not_such_memory_is_not_mapped(tmp_path: Path) -> N
         os.close(descriptor)
 
 
+def test_memory_goes_with_whoever_drops_it() -> None:
+    """1. Both ends are there. 2. One is dropped without a word, the other one released and dropped."""
+    before = mapped()
+    offer = Offer()
+    assert offer.make()
+    attached = Segment.attach(offer.descriptor, RING_BYTES)
+    assert attached is not None
+    dropped = offer.taken()
+    assert mapped() == before + 2
+    attached.release()
+    del attached, dropped
+    assert mapped() == before
+
+
 def test_descriptors_that_a_stranger_sends_are_closed() -> None:
     with mesh(1) as made:
         node = made.nodes[0]

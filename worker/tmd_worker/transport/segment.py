@@ -27,6 +27,11 @@ class Segment:
         self.core = core
         self.address = address
         self._owner_pid = os.getpid()
+        self._released = False
+
+    def __del__(self) -> None:
+        """As a socket: whatever drops a link, in an exception of a signal's handler for one, does not keep its memory."""
+        self.release()
 
     @classmethod
     def attach(cls, descriptor: int, ring_bytes: int) -> Segment | None:
@@ -42,7 +47,8 @@ class Segment:
         return cls(core, made.value)
 
     def release(self) -> None:
-        if self._owner_pid == os.getpid():
+        if self._owner_pid == os.getpid() and not self._released:
+            self._released = True
             self.core.tmd_shared_release(self.address)
 
 
