@@ -10,8 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.cli.fake_daemon import JOB, STANDBY, plain
 from tests.doctor.sample import daemon, slurm
 from tmd.config import Config, DaemonSettings
+from tmd.core.records import NodeRecord
+from tmd.core.views import JobView
 from tmd.doctor.daemon import check_daemon, check_standbys
 from tmd.doctor.facts import Facts, SlurmFacts
 from tmd.doctor.findings import Finding
@@ -119,18 +122,21 @@ def test_a_daemon_that_is_not_what_is_installed_or_configured_is_told() -> None:
     assert found(ledger={"url": "x", "healthy": False, "error": "disk full"})["ledger"].level == "fault"
 
 
-def job(name: str, *phases: str, state: str = "running", nodes: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {
-        "record": {"job_id": name, "state": state},
-        "standbys": [{"phase": phase} for phase in phases],
-        "nodes": [{"node": node} for node in nodes],
-    }
+def job(name: str, *phases: str, state: Any = "running", nodes: tuple[str, ...] = ()) -> dict[str, Any]:
+    """As GET /v1/jobs gives it, with standbys in these phases."""
+    view = JobView(
+        record=msgspec.structs.replace(JOB.record, job_id=name, state=state),
+        standbys=tuple(msgspec.structs.replace(STANDBY, phase=phase) for phase in phases),
+        nodes=tuple(NodeRecord(node=node, job_id=name, state="up", use="training") for node in nodes),
+    )
+    value: dict[str, Any] = plain(view)
+    return value
 
 
 def test_every_job_that_has_not_ended_wants_a_ready_standby() -> None:
     covered = (job("1", "building", "ready"), job("2", state="done"))
     (finding,) = check_standbys(Facts(ON_SLURM, daemon(jobs=covered)))
-    assert (finding.level, finding.seen) == ("ok", "1 live jobs, each with a ready standby")
+    assert (finding.level, finding.seen) == ("ok", "live jobs: 1, each with a ready standby")
     (finding,) = check_standbys(Facts(ON_SLURM, daemon(jobs=(*covered, job("3", "building")))))
     assert finding.level == "warning"
     assert "job 3 has no ready standby (1 not ready)" in finding.seen

@@ -49,22 +49,22 @@ def check_standbys(facts: Facts) -> Iterator[Finding]:
         yield skipped("standbys", "the daemon does not answer")
         return
     live = [job for job in facts.daemon.jobs if job["record"]["state"] not in JOB_ENDED]
-    for job in live:
-        standbys = job["standbys"]
-        if not any(standby["phase"] == "ready" for standby in standbys):
-            name = job["record"]["job_id"]
-            seen = f"job {name} has no ready standby ({len(standbys)} not ready): a lost rank would have to wait"
-            yield warning("standbys", seen, f"tmctl job show {name}; a job needs sbatch --standby=N from its start")
+    bare = [job for job in live if not any(standby["phase"] == "ready" for standby in job["standbys"])]
+    for job in bare:
+        name = job["record"]["job_id"]
+        seen = f"job {name} has no ready standby ({len(job['standbys'])} not ready): a lost rank would have to wait"
+        yield warning("standbys", seen, f"tmctl job show {name}; a job needs sbatch --standby=N from its start")
+    if not bare:
+        yield ok("standbys", f"live jobs: {len(live)}{', each with a ready standby' if live else ''}")
     if facts.slurm is not None:
         yield from _asked_of_slurm(facts.slurm.jobs, facts.daemon)
-    if all(any(standby["phase"] == "ready" for standby in job["standbys"]) for job in live):
-        yield ok("standbys", f"{len(live)} live jobs, each with a ready standby" if live else "no live job")
 
 
 def _asked_of_slurm(jobs: tuple[SlurmJob, ...], daemon: DaemonFacts) -> Iterator[Finding]:
     """Jobs that were submitted with --standby."""
     # By nodes, as the elements of a job array go by other names in tmd.
-    reached = {node["node"] for job in daemon.jobs if job["record"]["state"] not in JOB_ENDED for node in job["nodes"]}
+    live = [each for each in daemon.jobs if each["record"]["state"] not in JOB_ENDED]
+    reached = {node["node"] for each in live for node in each["nodes"] if node["use"] in ("training", "standby")}
     for job in jobs:
         if job.state != "RUNNING" or _MARK not in job.admin_comment:
             continue
