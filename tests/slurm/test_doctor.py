@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from tests.daemon.rig import Daemon
 from tests.munge.munged import as_user
 from tests.slurm import plugins
-from tests.slurm.cluster import MUNGED, SlurmCluster
+from tests.slurm.cluster import MUNGED, SLURMCTLD, SlurmCluster
 from tests.slurm.users import BOB, user
 from tmd.cli.client import ClientError
 
@@ -102,7 +103,7 @@ def test_where_all_is_well_there_is_nothing_to_complain_of(
     assert (told.wrong(), told.code) == ({}, 0)
     assert {each["level"] for each in told.findings} == {"ok"}
     seen = {each["point"]: each["seen"] for each in told.findings}
-    assert seen["slurm"].startswith("Slurm 22.05.8, asked through Slurm's commands")
+    assert seen["slurm"].startswith("Slurm {}.{:02}.".format(*cluster.version))
     assert "adds no node to a running job" in seen["growth"]
     assert "sbatch on this machine has --standby" in seen["spank"]
     assert "the daemon answers on 127.0.0.1" in seen["port"]
@@ -164,6 +165,18 @@ def test_a_munged_that_is_stopped_is_told_and_stops_no_check(
     assert {"configuration", "daemon", "version", "state directory", "socket", "port", "standbys"} <= well
     cluster.start_part(MUNGED)
     assert Told(daemon, environ).wrong() == {}
+
+
+def test_a_slurmctld_that_hangs_is_told_by_the_deadline(cluster: SlurmCluster, daemon: Daemon, environ: dict[str, str]) -> None:
+    daemon.start("--resource-manager", "slurm", environ=environ)
+    cluster.signal_part(SLURMCTLD, signal.SIGSTOP)
+    try:
+        told = Told(daemon, environ)
+    finally:
+        cluster.signal_part(SLURMCTLD, signal.SIGCONT)
+    assert {point: level for point, (level, _) in told.wrong().items()} == {"slurm": "fault"}
+    (seen,) = [each["seen"] for each in told.findings if each["level"] == "fault"]
+    assert seen == "scontrol has not answered in 3 s"
 
 
 def test_a_daemon_whose_user_has_no_rights_in_slurm_is_told_until_it_has_them(
