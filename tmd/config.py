@@ -153,14 +153,22 @@ def default_socket() -> Path:
     """Where a client looks for the daemon when it is not told: $TMD_SOCKET, the system's daemon, this user's daemon."""
     if given := os.environ.get("TMD_SOCKET"):
         return Path(given)
-    return SYSTEM_SOCKET if SYSTEM_SOCKET.exists() else _socket_below(default_state_dir())
+    return SYSTEM_SOCKET if _is_there(SYSTEM_SOCKET) else _socket_below(default_state_dir())
+
+
+def _is_there(path: Path) -> bool:
+    """Also what this user may not look at, so that the client says who may."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
 
 
 def default_file() -> Path | None:
     """Which file is meant when none is named: $TMD_CONFIG, the system's if it is there, none."""
     if given := os.environ.get("TMD_CONFIG"):
         return Path(given)
-    return SYSTEM_FILE if SYSTEM_FILE.exists() else None
+    return SYSTEM_FILE if _is_there(SYSTEM_FILE) else None
 
 
 def _socket_below(state_dir: Path) -> Path:

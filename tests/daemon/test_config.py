@@ -109,6 +109,25 @@ def test_the_service_manager_chooses_the_places(monkeypatch: pytest.MonkeyPatch)
     assert default_socket() == Path("/elsewhere")
 
 
+def test_a_system_s_daemon_that_this_user_may_not_reach_is_meant_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that tmctl says who may, not that there is none; it ended in a traceback."""
+    socket = tmp_path / "run" / "tmd.sock"
+    socket.parent.mkdir()
+    socket.parent.chmod(0)
+    monkeypatch.setattr("tmd.config.SYSTEM_SOCKET", socket)
+    monkeypatch.delenv("TMD_SOCKET", raising=False)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        assert default_socket() == socket
+    finally:
+        os.seteuid(user)
+        socket.parent.chmod(0o700)
+
+
 def test_bytes_that_are_no_text_are_said(tmp_path: Path) -> None:
     file = tmp_path / "tmd.toml"
     file.write_bytes(b"[daemon]\nlisten = '\xff'")
