@@ -118,24 +118,19 @@ def write_site_script(standby_cluster: SlurmCluster) -> Iterator[Callable[[str],
 
 
 @pytest.fixture(scope="session")
-def job_events_path(plugin_folder: Path) -> Path:
-    """Where slurmctld of `job_cluster` sends node events, and tmd listens."""
-    return plugin_folder / "hints.sock"
-
-
-@pytest.fixture(scope="session")
-def job_cluster(plugin_folder: Path, job_events_path: Path) -> Iterator[SlurmCluster]:
-    """Nodes for two jobs of four ranks with a standby each; the plugins loaded."""
-    with plugins.events_go_to(job_events_path), SlurmCluster(plugins.loaded(plugin_folder, nodes=10)) as cluster:
+def job_cluster(plugin_folder: Path) -> Iterator[SlurmCluster]:
+    """Nodes for two jobs of four ranks with a standby each, and the plugins."""
+    with plugins.events_go_to(plugin_folder / "hints.sock"), SlurmCluster(plugins.loaded(plugin_folder, nodes=10)) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def job_stack(job_cluster: SlurmCluster, job_events_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmStack]:
+def job_stack(job_cluster: SlurmCluster, plugin_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmStack]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'worker'}")
         patch.setenv("OMP_NUM_THREADS", "1")
-        with SlurmStack(job_cluster, tmp_path_factory.mktemp("tmd"), job_events_path) as stack:
+        patch.setenv("TMD_SLURM_HINT_SOCKET", str(plugin_folder / "hints.sock"))
+        with SlurmStack(job_cluster, tmp_path_factory.mktemp("tmd")) as stack:
             yield stack
 
 

@@ -32,11 +32,9 @@ STEPS = 400
 class Daemon:
     """`tmd serve` for this cluster. Use as a context manager; `kill` and `start` give it another life."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path, hints: Path) -> None:
-        """`hints`: where slurmctld sends node events."""
+    def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
         self._slurm = slurm
         self._folder = folder
-        self._hints = hints
         self._sockets = tempfile.TemporaryDirectory(prefix="tmd-slurm-sock-")
         self.socket = Path(self._sockets.name) / "tmd.sock"
         self.client = Client(str(self.socket))
@@ -54,7 +52,7 @@ class Daemon:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tmd.daemon.main", "serve", *places, "--resource-manager", "slurm"],
-                env=self._slurm.env | {"TMD_SLURM_HINT_SOCKET": str(self._hints)},
+                env=self._slurm.env,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -102,10 +100,10 @@ class Daemon:
 class SlurmStack(Cluster):
     """A daemon beside a Slurm cluster, with the jobs of this test."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path, hints: Path) -> None:
+    def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
         self.slurm = slurm
         self.folder = folder
-        self.stack: Any = Daemon(slurm, folder / "tmd", hints)
+        self.stack: Any = Daemon(slurm, folder / "tmd")
         self._numbers = itertools.count(1)
 
     def settle(self) -> None:
@@ -113,12 +111,12 @@ class SlurmStack(Cluster):
         self.slurm.settle()
         self.stack.revive()
 
-    def started(self, *, standby: int) -> SlurmJob:
+    def started(self, *, standby: int, options: tuple[str, ...] = ()) -> SlurmJob:
         """A job whose standbys are ready."""
-        return self.several_started(1, standby=standby)[0]
+        return self.several_started(1, standby=standby, options=options)[0]
 
-    def several_started(self, number: int, *, standby: int) -> list[SlurmJob]:
-        jobs = [self.sbatch(standby=standby, steps=STEPS, pace_ms=IDLE_PACE_MS) for _ in range(number)]
+    def several_started(self, number: int, *, standby: int, options: tuple[str, ...] = ()) -> list[SlurmJob]:
+        jobs = [self.sbatch(standby=standby, steps=STEPS, pace_ms=IDLE_PACE_MS, options=options) for _ in range(number)]
         for job in jobs:
             job.wait_ready(standby)
         for job in jobs:
@@ -128,7 +126,7 @@ class SlurmStack(Cluster):
     def sbatch(
         self, *, nodes: int = WORLD_SIZE, standby: int = 0, steps: int, pace_ms: float = PACE_MS, options: tuple[str, ...] = ()
     ) -> SlurmJob:
-        """A job of `nodes` ranks that train and `standby` nodes more, asked for as users do. Returns once the daemon knows it."""
+        """A job of `nodes` ranks that train and `standby` nodes more. Returns once the daemon knows it."""
         out = self.slurm.places.shared / f"job{next(self._numbers)}"
         out.mkdir()
         out.chmod(0o777)
@@ -137,9 +135,10 @@ class SlurmStack(Cluster):
         job.set_pace(pace_ms)
         command = f"{sys.executable} -m tmd_worker.agent {TRAIN} --out {out} --steps {steps}"
         script = f"srun {command}\necho $? > {out}/srun.code"
-        fixed = ("--ntasks-per-node=1", f"--standby={standby}", f"--output={out}/output", f"--chdir={out}")
+        asked = (f"--nodes={nodes}", "--ntasks-per-node=1", *((f"--standby={standby}",) if standby else ()))
+        places = (f"--output={out}/output", f"--chdir={out}")
         environment = {"TMD_DAEMON": f"unix:{self.stack.socket}", **job.faults.environment()}
-        job.id = self.slurm.sbatch(script, f"--nodes={nodes}", *fixed, *options, env=environment)
+        job.id = self.slurm.sbatch(script, *asked, *places, *options, env=environment)
         until(lambda: self.stack.job(job.id), f"the daemon knows {job.id}: {job.logs()}", every_s=0.1)
         return job
 
