@@ -234,7 +234,8 @@ def stopped(pid: int) -> Iterator[None]:
         until(lambda: is_stopped(pid), f"process {pid} is stopped")
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # its silence may have cost it its life
+            os.kill(pid, signal.SIGCONT)
 
 
 def _processes_with(needle: str) -> list[str]:
