@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -109,8 +110,10 @@ def test_nothing_outlives_a_killed_test_process(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     folder, *pids = done.stdout.split()
     assert len(pids) >= 10
-    remaining = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
-    of_the_cluster = [process for process in remaining if process.is_running()]
+    of_the_cluster = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):  # gone already
+            of_the_cluster.append(psutil.Process(int(pid)))
     assert psutil.wait_procs(of_the_cluster, timeout=DEADLINE_S)[1] == []
     assert Path(folder).parent == tmp_path
 
