@@ -32,7 +32,7 @@ static size_t whole_message(const uint8_t *at, size_t there, uint64_t sequence, 
     return TMD_HEADER_BYTES + (size_t)payload;
 }
 
-/* 1: there is something to read, or the end, 0: `wake` rings or the time (0: none) is up. */
+/* 1: there is something to read, or the end, 0: `wake` rings or the time is up. */
 static int wait_for(const tmd_link *ward, int wake, int64_t timeout_ms) {
     struct pollfd polled[2] = {{.fd = ward->fd, .events = POLLIN}, {.fd = wake, .events = POLLIN}};
     int count = poll(polled, 2, timeout_ms < INT32_MAX ? (int)timeout_ms : INT32_MAX);
