@@ -6,7 +6,7 @@
 
    Contract: built with Slurm's public headers alone. Never blocks slurmctld, changes no job without standby nodes.
 
-   Environment of slurmctld: TMD_EVENTS_SOCKET (the daemon's `hint_socket`; default /run/tmd/hints.sock; empty: no events), TMD_EVENTS_INTERVAL_MS (default 100). */
+   Environment of slurmctld: TMD_EVENTS_SOCKET (the daemon's `hint_socket`; default /run/tmd/hints.sock; empty: no events), TMD_EVENTS_INTERVAL_MS (default 50). */
 
 #include "node_watch.h"
 
@@ -19,7 +19,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 #define DEFAULT_SOCKET "/run/tmd/hints.sock"
-enum { DEFAULT_INTERVAL_MS = 100, LEAST_INTERVAL_MS = 10, MOST_INTERVAL_MS = 60000 };
+enum { DEFAULT_INTERVAL_MS = 50, LEAST_INTERVAL_MS = 10, MOST_INTERVAL_MS = 60000 };
 
 EXPORTED const char plugin_name[] = "tmd: standby jobs and node events";
 EXPORTED const char plugin_type[] = "job_submit/tmd";

@@ -4,6 +4,7 @@
 
 #include "node_event.h"
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <inttypes.h>
 #include <pthread.h>
@@ -19,8 +20,18 @@
 #include <time.h>
 #include <unistd.h>
 
-/* While slurmctld does not answer, it is asked less and less often, but at least this often. */
-enum { LONGEST_INTERVAL_MS = 2000 };
+enum {
+    TICK_MS = 10,
+    /* Nodes are looked at this often although nothing seems to have changed. */
+    QUIET_INTERVAL_MS = 1000,
+    /* slurmctld may write a change down under the second in which it began to make it. */
+    SETTLE_S = 2,
+    /* With thousands of nodes a look costs slurmctld tens of milliseconds: then they follow each other less closely. */
+    PAUSE_PER_LOOK = 3,
+    LONGEST_PAUSE_MS = 100,
+    /* While slurmctld does not answer, it is asked less and less often, but at least this often. */
+    LONGEST_INTERVAL_MS = 2000,
+};
 
 struct node_watch {
     pthread_mutex_t lock;
@@ -32,6 +43,13 @@ struct node_watch {
     struct sockaddr_un to;
     int fd;
     unsigned interval_ms;
+    /* In which second slurmctld changed a node last, as it keeps it for itself. NULL: this version does not show it. */
+    const volatile time_t *changed_s;
+    time_t seen_change_s;   /* its value before the last look */
+    time_t looked_s;        /* when that began, by the same clock */
+    struct timespec done;   /* when it ended, and how long it took */
+    unsigned took_ms;
+    unsigned retry_ms;      /* from a look without an answer to the next one; 0: there was one */
     node_info_msg_t *known; /* as of the last answer, NULL before the first */
     bool resync;            /* one is due */
     uint64_t lost;          /* datagrams since the last one that got through */
@@ -70,6 +88,13 @@ static bool pause_for(node_watch *watch, unsigned ms)
     bool go_on = !watch->stopping;
     pthread_mutex_unlock(&watch->lock);
     return go_on;
+}
+
+static unsigned ms_since(struct timespec then)
+{
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return (unsigned)((at.tv_sec - then.tv_sec) * 1000 + (at.tv_nsec - then.tv_nsec) / 1000000);
 }
 
 static struct timespec now(void)
@@ -153,17 +178,52 @@ static bool look(node_watch *watch)
     return true;
 }
 
+static unsigned least_pause_ms(const node_watch *watch)
+{
+    unsigned pause_ms = watch->took_ms * PAUSE_PER_LOOK;
+    if (pause_ms > LONGEST_PAUSE_MS)
+        pause_ms = LONGEST_PAUSE_MS;
+    return pause_ms > watch->interval_ms ? pause_ms : watch->interval_ms;
+}
+
+/* Looking costs slurmctld much, even if nothing has changed; reading when it last changed a node costs nothing. The first change in a
+   second is looked at without delay, those that follow in the same second at the interval. */
+static bool is_due(const node_watch *watch)
+{
+    unsigned since_ms = ms_since(watch->done);
+    if (watch->retry_ms != 0)
+        return since_ms >= watch->retry_ms;
+    if (watch->known == NULL)
+        return true;
+    if (watch->changed_s == NULL)
+        return since_ms >= watch->interval_ms;
+    unsigned pause_ms = least_pause_ms(watch);
+    time_t changed_s = *watch->changed_s;
+    if (changed_s != watch->seen_change_s || (since_ms >= QUIET_INTERVAL_MS && since_ms >= pause_ms))
+        return true;
+    return since_ms >= pause_ms && watch->looked_s - changed_s < SETTLE_S;
+}
+
+static void timed_look(node_watch *watch)
+{
+    struct timespec begun;
+    clock_gettime(CLOCK_MONOTONIC, &begun);
+    watch->looked_s = time(NULL);
+    watch->seen_change_s = watch->changed_s != NULL ? *watch->changed_s : 0;
+    bool answered = look(watch);
+    watch->took_ms = ms_since(begun);
+    clock_gettime(CLOCK_MONOTONIC, &watch->done);
+    unsigned retry_ms = watch->retry_ms != 0 ? watch->retry_ms * 2 : watch->interval_ms;
+    watch->retry_ms = answered ? 0 : retry_ms < LONGEST_INTERVAL_MS ? retry_ms : LONGEST_INTERVAL_MS;
+}
+
 static void *run(void *argument)
 {
     node_watch *watch = argument;
-    unsigned interval_ms = watch->interval_ms;
     prctl(PR_SET_NAME, "tmd_watch");
-    while (pause_for(watch, interval_ms)) {
-        if (look(watch))
-            interval_ms = watch->interval_ms;
-        else
-            interval_ms = interval_ms * 2 < LONGEST_INTERVAL_MS ? interval_ms * 2 : LONGEST_INTERVAL_MS;
-    }
+    while (pause_for(watch, TICK_MS))
+        if (is_due(watch))
+            timed_look(watch);
     release(watch);
     return NULL;
 }
@@ -195,7 +255,9 @@ node_watch *node_watch_start(const char *path, unsigned interval_ms)
     node_watch *watch = calloc(1, sizeof *watch);
     if (watch == NULL)
         return NULL;
-    *watch = (node_watch){ .to = to, .interval_ms = interval_ms, .owners = 2 };
+    /* Slurm's plugins are linked against what slurmctld exports; looked up by name it needs no private header. */
+    const time_t *changed_s = dlsym(RTLD_DEFAULT, "last_node_update");
+    *watch = (node_watch){ .to = to, .interval_ms = interval_ms, .changed_s = changed_s, .owners = 2 };
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);

@@ -77,9 +77,9 @@ def fields(cluster: SlurmCluster, job: str) -> dict[str, str]:
 
 
 def wait_for_looks(cluster: SlurmCluster) -> None:
-    """Until the watcher in slurmctld has surely looked at all nodes once more: its thread has slept and woken often enough.
+    """Until the watcher in slurmctld has surely looked at what has changed by now: its thread has slept and woken often enough.
 
-    One look is some sleeps, for its interval, its question and the answer; 60 of them are several looks.
+    It sleeps before each look at whether something has changed, and while it waits for an answer: less than 30 times.
     """
     before = _sleeps(cluster)
     cluster.wait_for(lambda: _sleeps(cluster) >= before + 60, "the watcher to look at the nodes")

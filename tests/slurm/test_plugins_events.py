@@ -54,6 +54,19 @@ def test_a_drain_arrives_within_a_moment(
     print(f"drain to event, the command included: median {statistics.median(latencies_ms):.0f} ms of {latencies_ms}")
 
 
+def test_a_change_is_looked_at_at_once_however_long_the_interval_is(
+    standby_cluster: SlurmCluster, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute here: the event comes because slurmctld lets its plugins see that it has changed something."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TMD_EVENTS_INTERVAL_MS", "60000")
+        standby_cluster.restart(SLURMCTLD, signal.SIGKILL)
+    events.wait(event="resync")
+    drain(standby_cluster, "n2", "at once")
+    events.wait(node="n2", reason="at once")
+    standby_cluster.restart(SLURMCTLD, signal.SIGKILL)
+
+
 def test_reasons_arrive_whatever_they_hold(standby_cluster: SlurmCluster, events: Events) -> None:
     for reason in ('fan "2" \\ slow', "Lüfter zu langsam ☃", "tab\there", "x" * 400):
         drain(standby_cluster, "n1", reason)
