@@ -23,6 +23,10 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     #: When its time is up, seconds since the Unix epoch; None: never, or not known.
     ends_s: float | None = None
+    #: When the job was preempted: it is being ended, at `ends_s` at the latest. None: it was not, as far as is known.
+    preempted_s: float | None = None
+    #: The reservation that the job runs in; empty: none.
+    reservation: str = ""
 
     @property
     def live(self) -> bool:

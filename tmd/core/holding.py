@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tmd.core import upkeep
+from tmd.core import time_left, upkeep
 from tmd.core.allocation import Allocation
 from tmd.core.ending import EXIT_CANCELLED, fail_job
 from tmd.core.job import Job
 from tmd.core.records import NodeState
-
-#: The end of a job's time is told of so long before it comes.
-ENDING_NOTICE_S = 900.0
 
 
 def take(job: Job, now: float, word: Allocation, states: Mapping[str, tuple[NodeState, str]]) -> None:
@@ -34,7 +31,7 @@ def take(job: Job, now: float, word: Allocation, states: Mapping[str, tuple[Node
         _node_gone(job, now, node)
     if word.state != (before.state if before is not None and lived else "running"):
         _suspended_or_resumed(job, now, word)
-    _say_when_it_ends(job, now, word)
+    time_left.note(job, now, before, word)
 
 
 def _node_gone(job: Job, now: float, node: str) -> None:
@@ -60,11 +57,3 @@ def excuse_suspension(job: Job, now: float) -> bool:
         upkeep.excuse_silence(job, now, now - job.suspended_seen_s)
         job.suspended_seen_s = now if suspended else None
     return suspended
-
-
-def _say_when_it_ends(job: Job, now: float, word: Allocation) -> None:
-    """No migration helps against the end of the job's time, so people are told of it."""
-    if word.ends_s is None or word.ends_s - now > ENDING_NOTICE_S:
-        return
-    key = f"ends {word.ends_s:.0f}"
-    job.say_once(now, job.job_id, key, f"the job's time ends in {max(0.0, word.ends_s - now) / 60:.0f} min")

@@ -14,6 +14,8 @@ def advance(job: Job, now: float) -> None:
     allocation = job.allocation
     if allocation is None or allocation.state != "running" or job.record.state == "finishing" or job.settings.observe_only:
         return
+    if allocation.preempted_s is not None:
+        return  # Slurm has told what ran to end
     for node in allocation.nodes:
         if _needs_agent(job, node):
             _look_after(job, now, node)

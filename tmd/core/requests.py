@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tmd.core import planned, proposing, standby, words
+from tmd.core import planned, proposing, standby, time_left, words
 from tmd.core.job import Job
 from tmd.core.processes import Process
 from tmd.core.records import MigrationRecord
@@ -35,6 +35,9 @@ def check(job: Job, now: float, *, node: str | None, rank: int | None, to_node: 
     if (node is None) == (rank is None):
         raise Refused("name either a node or a rank to move, not both and not neither")
     _check_job(job)
+    late = time_left.too_late(job, now)
+    if late:
+        raise Refused(f"it is too late to move ranks of job {job.job_id}: {late}")
     ranks = _ranks_of_node(job, node) if node is not None else [_existing_rank(job, rank)]
     for number in ranks:
         _check_rank(job, number)
@@ -249,6 +252,12 @@ def _empty_node(job: Job, now: float, node: str, why: str) -> str:
     if not ranks or job.record.state != "running":
         return ""
     trigger = f"{_drain_of(node)} {why}"
+    late = time_left.too_late(job, now)
+    if late:
+        job.say_once(
+            now, node, f"late {node}", f"{trigger}: {words.ranks(ranks)} {'stays' if len(ranks) == 1 else 'stay'}: {late}"
+        )
+        return f"its ranks stay: {late}"
     tried = job.drain_attempts.get(node, 0)
     if job.settings.observe_only:
         job.say_once(now, node, trigger, f"{trigger}: tmd only observes, it would move {words.ranks(ranks)}")
@@ -298,6 +307,10 @@ def _advance_waiting(job: Job, now: float, migration: MigrationRecord, first: st
         return f"queued behind {first}"
     if paused:
         return "queued: tmd is paused"
+    late = time_left.too_late(job, now)
+    if late:
+        job.end_migration(now, migration.migration_id, "aborted", late)
+        return late
     epoch = job.record.epoch
     slow = [p for p in job.holders().values() if p.report.phase != "running" or p.report.live_epoch < epoch]
     if slow:

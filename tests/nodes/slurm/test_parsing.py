@@ -165,8 +165,12 @@ def job_line(*fields: str) -> str:
     return FIELD_END.join(fields) + FIELD_END + "\n"
 
 
-RUNNING = job_line("1", "RUNNING", "999", "alice", "2", "1796030027", "n1", "n[1-2]", "None", "tmd:standby=1;nodes=2 x=y")
-PENDING = job_line("2", "PENDING", "995", "bob", "0", "N/A", "n/a", "", "ReqNodeNotAvail, UnavailableNodes:n[2-3]", "(null)")
+RUNNING = job_line(
+    "1", "RUNNING", "999", "alice", "2", "1796030027", "n1", "n[1-2]", "fans", "1796029900", "None", "tmd:standby=1 x=y"
+)
+PENDING = job_line(
+    "2", "PENDING", "995", "bob", "0", "N/A", "n/a", "", "(null)", "N/A", "ReqNodeNotAvail, UnavailableNodes:n[2-3]", "(null)"
+)
 
 
 def test_jobs() -> None:
@@ -181,7 +185,9 @@ def test_jobs() -> None:
             batch_host="n1",
             nodes=("n1", "n2"),
             reason="",
-            admin_comment="tmd:standby=1;nodes=2 x=y",
+            admin_comment="tmd:standby=1 x=y",
+            reservation="fans",
+            preempted_s=1796029900.0,
         ),
         SlurmJob(
             job_id="2",
@@ -201,7 +207,7 @@ def test_jobs() -> None:
 
 def test_a_comment_may_hold_anything() -> None:
     text = f"two\nlines, one of them\n7 RUNNING, and a {FIELD_END}field"
-    first = RUNNING.replace("tmd:standby=1;nodes=2 x=y", text)
+    first = RUNNING.replace("tmd:standby=1 x=y", text)
     assert [job.admin_comment for job in parse_jobs(first + PENDING)] == [text, ""]
     assert parse_comment(f"{text}{FIELD_END}\n") == text
     assert parse_comment(f"(null){FIELD_END}\n") == ""

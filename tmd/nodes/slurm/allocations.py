@@ -41,4 +41,6 @@ def allocation(job_id: str, life: str, job: SlurmJob) -> Allocation:
         nodes=tuple(sorted(job.nodes)),
         batch_host=job.batch_host,
         ends_s=job.end_s,
+        preempted_s=job.preempted_s,
+        reservation=job.reservation,
     )

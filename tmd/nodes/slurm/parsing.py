@@ -25,6 +25,8 @@ JOB_FIELDS = (
     "EndTime",
     "BatchHost",
     "NodeList",
+    "Reservation",
+    "PreemptTime",
     "Reason",
     "admin_comment",
 )
@@ -149,7 +151,7 @@ def _parse_job(line: str) -> SlurmJob:
     parts = line.split(FIELD_END, len(JOB_FIELDS) - 1)
     if len(parts) != len(JOB_FIELDS):
         raise ValueError(f"not a job, {len(parts)} fields instead of {len(JOB_FIELDS)}: {line[:200]!r}")
-    job_id, state, uid, user, restarts, end, batch_host, nodes, reason, admin_comment = parts
+    job_id, state, uid, user, restarts, end, batch_host, nodes, reservation, preempted, reason, admin_comment = parts
     return SlurmJob(
         job_id=job_id,
         state=state,
@@ -161,6 +163,8 @@ def _parse_job(line: str) -> SlurmJob:
         nodes=expand(nodes),
         reason="" if reason == "None" else reason,
         admin_comment=_optional(admin_comment.removesuffix(FIELD_END)),
+        reservation=_optional(reservation),
+        preempted_s=_seconds(preempted),
     )
 
 

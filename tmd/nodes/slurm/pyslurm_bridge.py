@@ -133,6 +133,7 @@ def _job(job: Any) -> SlurmJob:
         nodes=expand(job.allocated_nodes or ""),
         reason="" if job.state_reason in (None, "None") else job.state_reason,
         admin_comment=job.admin_comment or "",
+        reservation=job.reservation or "",
     )
 
 

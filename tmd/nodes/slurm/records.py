@@ -48,6 +48,10 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     #: Why it waits or ended, in Slurm's words.
     reason: str
     admin_comment: str
+    #: The reservation that it runs in; empty: none.
+    reservation: str = ""
+    #: When it was preempted: its grace time, if any, ends at `end_s`. None: it was not, or pyslurm was asked, which does not say.
+    preempted_s: float | None = None
 
     @property
     def life(self) -> str:
@@ -70,3 +74,8 @@ class SlurmReservation(msgspec.Struct, frozen=True, kw_only=True):
     flags: tuple[str, ...]
     users: tuple[str, ...]
     state: str
+
+    @property
+    def is_maintenance(self) -> bool:
+        """Nodes are taken for maintenance at a time that is known. One with TIME_FLOAT is always as far ahead as it was made."""
+        return "MAINT" in self.flags and "TIME_FLOAT" not in self.flags
