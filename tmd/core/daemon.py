@@ -7,7 +7,22 @@ This module takes events to the jobs that they are about. What a job then does i
 
 from __future__ import annotations
 
-from tmd.core import agents, directives, forming, holding, intake, invariants, releasing, requests, restore, show, upkeep
+from collections.abc import Collection
+
+from tmd.core import (
+    agents,
+    directives,
+    forming,
+    holding,
+    intake,
+    invariants,
+    node_states,
+    releasing,
+    requests,
+    restore,
+    show,
+    upkeep,
+)
 from tmd.core.allocation import Allocation
 from tmd.core.ending import EXIT_CANCELLED, fail_job
 from tmd.core.health import HealthBook
@@ -15,6 +30,7 @@ from tmd.core.health_policy import HealthSettings, Policy
 from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, WelcomeAgent
 from tmd.core.job import Job
 from tmd.core.journal import Journal
+from tmd.core.maintenance import Maintenance, MaintenanceBook
 from tmd.core.reconcile import reconcile
 from tmd.core.records import LedgerSnapshot, MigrationRecord, NodeState
 from tmd.core.requests import Refused
@@ -61,6 +77,7 @@ class DaemonCore:
         #: The resource manager's word, by node.
         self._node_states: dict[str, tuple[NodeState, str]] = {}
         self._health = HealthBook(Policy(health or HealthSettings()), self._journal, observe_only=settings.observe_only)
+        self._maintenance = MaintenanceBook(settings.maintenance_lead_s)
         #: Jobs from the ledger whose deadlines do not count yet: no event has told the time.
         self._restored = list(self._jobs.values())
 
@@ -127,17 +144,17 @@ class DaemonCore:
         self._node_states[node] = (state, reason)
         touched = []
         for job in self._jobs.values():
-            known = job.nodes.get(node)
-            if known is None or job.over or (known.state, known.reason) == (state, reason):
+            if node not in job.nodes or job.over:
                 continue
-            if state == "unknown" and known.state in requests.DRAINED_STATES:
-                continue
-            job.set_node(now, node, state=state, reason=reason)
-            if known.state != state:
-                job.drained_since_s[node] = now
-                job.tell(now, node, "node", f"{node} is {state}{f': {reason}' if reason else ''}", 0)
-            touched.append(job)
+            if node_states.change(job, now, node, *self._maintenance.state(now, job, node, state, reason)):
+                touched.append(job)
         return self._carry_on(now, *touched)
+
+    def maintenance(self, now: float, announced: Collection[Maintenance]) -> list[Instruction]:
+        """All the maintenance that the resource manager has announced by now. Nodes that it comes near are left."""
+        self._begin(now)
+        self._maintenance.take(announced)
+        return self._carry_on(now, *self._jobs.values())
 
     def allocation(self, now: float, word: Allocation) -> list[Instruction]:
         """What a job holds by the resource manager's word. Nodes without an agent get one, nodes that are given back leave it; a
@@ -316,6 +333,7 @@ class DaemonCore:
         if newcomer and state == "down":
             state, reason = "unknown", ""
             self._node_states.pop(node, None)
+        state, reason = self._maintenance.state(now, job, node, state, reason)
         job.set_node(now, node, state=state, reason=reason)
 
     def _refuse(self, now: float, hello: AgentHello, reason: str, job: Job | None = None) -> list[Instruction]:
@@ -359,7 +377,9 @@ class DaemonCore:
         directed: list[Instruction] = []
         released: list[Instruction] = []
         for job in jobs:
+            self._maintenance.apply(now, job, self._node_states)
             reconcile(job, now, paused=self._paused, suspects_itself=lambda: self._suspects_itself(now))
+            self._maintenance.wake(now, job)
             directed += [DirectAgent(agent_id, order) for agent_id, order in directives.for_agents(job, now, self._sequence)]
             released += releasing.by_manager(job)
         persist = self._journal.take()

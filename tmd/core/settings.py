@@ -70,6 +70,13 @@ class CoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "back, has this long until that is seen; then it is tried again. Raise it if container images are unpacked first."
         ),
     ] = 90.0
+    maintenance_lead_s: Annotated[
+        float,
+        Meta(
+            description="With Slurm: ranks leave a node this long before a maintenance reservation begins there (FLAGS=MAINT). "
+            "Raise it if standbys are scarce, so that there is time to get some."
+        ),
+    ] = 900.0
     restart_limit: Annotated[
         int,
         Meta(description="How often a job may start again from nothing because a rank was lost before the first committed step."),

@@ -32,6 +32,7 @@ from tmd.daemon.http_log import quiet_http
 from tmd.daemon.identity import operators
 from tmd.daemon.job_feed import JobFeed
 from tmd.daemon.loop import CoreLoop
+from tmd.daemon.maintenance_feed import MaintenanceFeed
 from tmd.daemon.manual_nodes import ManualNodes, routes_of_no_cluster
 from tmd.daemon.narrator import Narrator
 from tmd.daemon.node_feed import NodeFeed, Releases
@@ -156,6 +157,7 @@ async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: co
     }
     if isinstance(manager, SlurmNodes):
         parts["jobs"] = JobFeed(manager, loop).run()
+        parts["maintenance"] = MaintenanceFeed(manager, loop).run()
     if notifier.watchdog_s is not None:
         parts["watchdog"] = notifier.feed_watchdog()
     for name, part in parts.items():

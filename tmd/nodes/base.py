@@ -16,7 +16,7 @@ from tmd.core.records import NodeState
 #: States in which something of a job may still run on the node.
 BUSY_STATES = frozenset({"ALLOCATED", "MIXED", "COMPLETING"})
 #: Flags of a node that is to be left: nothing new starts there, and what runs should go.
-LEAVING_FLAGS = frozenset({"DRAIN", "FAIL", "REBOOT_REQUESTED", "REBOOT_ISSUED"})
+LEAVING_FLAGS = frozenset({"DRAIN", "FAIL", "REBOOT_REQUESTED", "REBOOT_ISSUED", "POWER_DOWN", "POWERING_DOWN", "INVALID_REG"})
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):

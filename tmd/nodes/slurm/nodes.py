@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from pathlib import Path
 
 from tmd.core.allocation import Allocation
+from tmd.core.maintenance import Maintenance
 from tmd.nodes.base import LEAVING_FLAGS, NodeEvent, NodeView, QueryFailed, RequestRefused, UnknownJob
 from tmd.nodes.slurm import allocations
 from tmd.nodes.slurm.client import SlurmClient, checked_node
@@ -101,6 +102,11 @@ class SlurmNodes:
     async def allocations(self, job_ids: Collection[str]) -> list[Allocation]:
         """What these jobs hold (tmd.daemon.job_feed.AllocationSource). Raises QueryFailed, RequestRefused."""
         return await allocations.ask(self._client, job_ids)
+
+    async def maintenance(self) -> list[Maintenance]:
+        """What is announced (tmd.daemon.maintenance_feed.MaintenanceSource). Raises QueryFailed, RequestRefused."""
+        announced = [each for each in await self._client.reservations() if each.is_maintenance]
+        return [Maintenance(name=each.name, start_s=each.start_s, end_s=each.end_s, nodes=each.nodes) for each in announced]
 
     async def watch(self) -> AsyncIterator[NodeEvent]:
         """As the protocol says. Raises QueryFailed if the very first question is not answered: nobody is known by name yet."""
