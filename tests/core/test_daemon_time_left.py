@@ -34,6 +34,17 @@ def test_more_time_lets_it_begin() -> None:
     assert cluster.migration().state == "done"
 
 
+def test_a_job_that_outlives_its_time_moves_again() -> None:
+    cluster = running()
+    cluster.allocate(ends_s=cluster.now + 1.0)
+    drain(cluster, "n1")
+    cluster.pass_time(50.0)
+    assert not cluster.ledger.migrations
+    cluster.pass_time(12.0)
+    cluster.train(3)
+    assert cluster.migration().state == "done"
+
+
 def test_slow_steps_need_more_time() -> None:
     cluster = running()
     for _ in range(12):

@@ -11,6 +11,8 @@ ENDING_NOTICE_S = 900.0
 #: A move takes at least this long, or this many steps.
 LEAST_MOVE_S = 10.0
 MOVE_STEPS = 5
+#: A job that lives for so much longer than its time is allowed to (Slurm: OverTimeLimit), nobody knows for how long.
+OVERTIME_S = 60.0
 #: Of PHASES those that begin once a standby is chosen.
 _WORK = ("prepare", "install", "copy", "first_step")
 
@@ -23,7 +25,7 @@ def too_late(job: Job, now: float) -> str:
     if word.preempted_s is not None:
         return "the resource manager has preempted the job and is about to end it"
     move_s = _move_s(job)
-    if word.ends_s is None or word.ends_s - now >= move_s:
+    if word.ends_s is None or not -OVERTIME_S < word.ends_s - now < move_s:
         return ""
     return f"the job's time ends in {max(0.0, word.ends_s - now):.0f} s, and a move takes {move_s:.0f} s"
 
