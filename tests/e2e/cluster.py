@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 
 from tmd.cli.main import main as tmctl
 from tmd.demo.stack import Stack
+from tmd.protocol.control import TransportName
 
 ROOT = Path(__file__).parents[2]
 TRAIN = Path(__file__).with_name("train_small.py")
@@ -147,6 +148,7 @@ class Cluster:
         pace_ms: float = PACE_MS,
         env: dict[str, str] | None = None,
         script: Path = TRAIN,
+        transport: TransportName = "delta",
     ) -> Job:
         """Starts the training script on free nodes; returns once the daemon knows the job."""
         out = self.folder / f"job{next(self._numbers)}"
@@ -161,7 +163,7 @@ class Cluster:
             command=[str(script), "--out", str(out), "--steps", str(steps), *arguments],
             cwd=str(out),
             log_dir=str(out / "logs"),
-            env={**os.environ, **job.faults.environment(), **(env or {})},
+            env={**os.environ, **job.faults.environment(), "TMD_TRANSPORT": transport, **(env or {})},
         )
         until(lambda: self.stack.job(job.id), f"the daemon knows {job.id}")
         return job

@@ -14,9 +14,11 @@ from tests.session.conftest import Lab
 from tests.session.harness import SCRIPT
 from tests.session.outcome import Outcome
 from tests.session.zygote import ROOT
+from tests.transports import BOTH
 from tmd.core.settings import CoreSettings
 
 
+@BOTH
 def test_a_bug_in_one_rank_ends_the_job_with_its_traceback_and_uses_no_standby(lab: Lab) -> None:
     with lab.cluster("bug", nodes=3, standbys=1) as cluster:
         over = cluster.run()
@@ -45,6 +47,7 @@ def test_a_step_that_kills_whoever_runs_it_ends_the_job(lab: Lab) -> None:
         assert len(cluster.started(1)) == 3
 
 
+@BOTH
 def test_a_script_that_exits_in_its_middle_is_a_failure_that_says_so(lab: Lab) -> None:
     with lab.cluster("exit", nodes=2, standbys=1) as cluster:
         over = cluster.run()
@@ -66,6 +69,7 @@ def test_a_collective_after_the_vote_is_refused_with_what_to_do(lab: Lab) -> Non
         assert "session.log_only()" in over.reason
 
 
+@BOTH
 def test_collectives_after_the_last_step_are_those_of_pytorch(lab: Lab) -> None:
     with lab.cluster("evaluate", nodes=3) as cluster:
         assert cluster.run().exit_code == 0, cluster.report()

@@ -7,8 +7,10 @@ import pytest
 from tests.session.conftest import Killing, Lab
 from tests.session.outcome import Outcome
 from tests.session.training import VARIANTS
+from tests.transports import BOTH
 
 
+@BOTH
 @pytest.mark.parametrize("variant", VARIANTS, ids="+".join)
 def test_a_rank_that_is_lost_in_backward(variant: tuple[str, ...], lab: Lab, kill: Killing) -> None:
     lose_a_rank("backward", variant, lab, kill)
@@ -19,6 +21,7 @@ def test_a_rank_that_is_lost_in_the_vote(variant: tuple[str, ...], lab: Lab, kil
     lose_a_rank("vote.after_up", variant, lab, kill)
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("moment", "count"), [("backward", 1), ("backward", 2), ("backward", 3), ("forward", 3), ("vote.begin", 1)]
 )
@@ -54,6 +57,7 @@ def test_averages_with_batch_statistics_lost_after_the_vote_are_the_same_or_name
         assert "buffer" in named[0]
 
 
+@BOTH
 @pytest.mark.parametrize("moment", ["backward", "vote.decided", "tail"])
 def test_a_mean_that_is_only_logged_may_follow_the_vote(moment: str, lab: Lab, kill: Killing) -> None:
     """The others may log NaN for the step in which a rank is lost; what they train is the same."""

@@ -12,6 +12,7 @@ from tests.session.conftest import Lab
 from tests.session.harness import Cluster
 from tests.session.outcome import Outcome
 from tests.session.training import VARIANTS, Net
+from tests.transports import BOTH
 from tmd.core.settings import CoreSettings
 
 GATE = 3
@@ -30,6 +31,7 @@ def move_rank_1(cluster: Cluster, standbys: int = 1) -> str:
     return migration_id
 
 
+@BOTH
 @pytest.mark.parametrize("variant", VARIANTS, ids="+".join)
 def test_a_planned_move_is_bit_identical(variant: tuple[str, ...], lab: Lab) -> None:
     reference = lab.reference(*variant, nodes=3, steps=STEPS)
@@ -49,6 +51,7 @@ def test_only_the_joiner_is_told_of_a_role(lab: Lab) -> None:
         assert [path.name for path in cluster.folder.glob("role-*.txt")] == ["role-1.txt"]
 
 
+@BOTH
 def test_stayers_keep_their_processes_and_every_link_among_them(lab: Lab) -> None:
     with lab.cluster("links", nodes=4, standbys=1, steps=STEPS, gate=GATE) as cluster:
         migration_id = move_rank_1(cluster)
@@ -78,6 +81,7 @@ def kept(row: dict[str, Any]) -> list[Any]:
     return [link for link in row["links"] if link[1] != 1]
 
 
+@BOTH
 @pytest.mark.parametrize("moment", ["staged", "state.loading", "state.loaded", "step.begin"])
 def test_a_joiner_that_is_lost_costs_only_the_joiner(moment: str, lab: Lab) -> None:
     """Before the flip the leaver goes on; after it the leaver, still at its boundary, is used again or another one joins."""
@@ -97,6 +101,7 @@ def test_a_joiner_that_is_lost_costs_only_the_joiner(moment: str, lab: Lab) -> N
     Outcome.of(cluster.folder).assert_same_as(reference, unlogged=1)
 
 
+@BOTH
 @pytest.mark.parametrize("moment", ["forward", "vote.begin", "vote.decided", "optimizer.end", "tail", "boundary", "frozen"])
 def test_a_leaver_that_is_lost_is_an_unplanned_loss(moment: str, lab: Lab) -> None:
     reference = lab.reference("batchnorm", nodes=3, steps=STEPS)
@@ -109,6 +114,7 @@ def test_a_leaver_that_is_lost_is_an_unplanned_loss(moment: str, lab: Lab) -> No
     Outcome.of(cluster.folder).assert_same_as(reference, unlogged=1)
 
 
+@BOTH
 def test_a_stayer_without_a_free_descriptor_keeps_its_process_and_the_move_is_called_off(lab: Lab) -> None:
     reference = lab.reference("starved", nodes=3, steps=STEPS)
     settings = CoreSettings(migration_attempts=1)
@@ -123,6 +129,7 @@ def test_a_stayer_without_a_free_descriptor_keeps_its_process_and_the_move_is_ca
     Outcome.of(cluster.folder).assert_same_as(reference)
 
 
+@BOTH
 def test_a_stayer_that_is_lost_at_the_flip_does_not_split_the_job(lab: Lab) -> None:
     reference = lab.reference("batchnorm", nodes=3, steps=STEPS)
     faults = [{"point": "flip", "rank": 2, "action": "kill"}]
@@ -133,6 +140,7 @@ def test_a_stayer_that_is_lost_at_the_flip_does_not_split_the_job(lab: Lab) -> N
     Outcome.of(cluster.folder).assert_same_as(reference, unlogged=1)
 
 
+@BOTH
 def test_a_whole_node_moves_with_one_flip(lab: Lab) -> None:
     reference = lab.reference("batchnorm", nodes=2, per_node=2, steps=STEPS)
     with lab.cluster("batchnorm", nodes=2, per_node=2, standbys=1, steps=STEPS, gate=GATE) as cluster:

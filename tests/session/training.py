@@ -32,6 +32,7 @@ from tmd_worker.step import Step
 from tmd_worker.transport.process import current
 
 FEATURES = 24
+UNHURRIED_S = 0.02
 #: Combinations that every kind of migration must bring through bit by bit.
 VARIANTS = [
     ("plain",),
@@ -104,6 +105,8 @@ def train(session: Session, folder: Path, total: int, variants: set[str]) -> Non
 
     def begin(step: Step) -> None:
         misbehave(session, step, variants)
+        if "unhurried" in variants and not step.shadow:
+            time.sleep(UNHURRIED_S)  # leaves the processors to those who start
         if not step.shadow and step.index == int(os.environ.get("TMD_TEST_GATE", "-1")):
             starved = "starved" in variants and session.rank == 2
             with no_descriptor_left() if starved else contextlib.nullcontext():

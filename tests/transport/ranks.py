@@ -29,8 +29,6 @@ from tmd_worker.transport.fabric import Fabric
 
 JOB_KEY = b"k" * 32
 DEADLINE_S = 60.0
-#: Tests that must hold whatever carries the collectives.
-BOTH = pytest.mark.parametrize("transport", ["delta", "gloo"])
 #: Tests that must hold whatever carries the collectives, and however tmd's own links do.
 ALL_WAYS = pytest.mark.parametrize(
     ("transport", "links"), [("delta", "tcp"), ("delta", "unix"), ("delta", "shm"), ("gloo", "tcp")]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from tests.transport.mesh import Node, mesh, together
-from tests.transport.ranks import BOTH, Rank, ranks, run_ranks
+from tests.transport.ranks import Rank, ranks, run_ranks
+from tests.transports import BOTH
 from tmd.protocol.control import TransportName
 from tmd_worker.transport.topology import branch, next_hop
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.transport.ranks import BOTH, Rank, run_ranks
+from tests.transport.ranks import Rank, run_ranks
+from tests.transports import BOTH
 from tmd.protocol.control import TransportName
 from tmd_worker.discard import StepDiscarded
 

@@ -14,7 +14,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.transport.ranks import BOTH, Rank, run_ranks
+from tests.transport.ranks import Rank, run_ranks
+from tests.transports import BOTH
 from tmd.protocol.control import TransportName
 
 #: Below the norm of the gradients, so that clipping does something.

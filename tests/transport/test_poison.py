@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.transport.mesh import Mesh, Node, mesh, plan_of, together, wait_until
-from tests.transport.ranks import BOTH, Rank, ranks
+from tests.transport.ranks import Rank, ranks
+from tests.transports import BOTH
 from tmd.protocol.control import TransportName
 from tmd_worker import faults
 from tmd_worker.core.ballot import Ballot

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.transport.mesh import Mesh, Node, mesh, plan_of, together, wait_until
-from tests.transport.ranks import BOTH
+from tests.transports import BOTH
 from tmd.protocol.control import TransportName
 from tmd.protocol.membership import Plan
 from tmd_worker.core.ballot import Ballot

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.transport.ranks import BOTH, DEADLINE_S, Rank, ranks
+from tests.transport.ranks import DEADLINE_S, Rank, ranks
+from tests.transports import BOTH
 from tmd.protocol.control import TransportName
 from tmd_worker.discard import StepDiscarded
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.transport.conformance import summation
 from tests.transport.conformance.cases import Case, laid_out, plain, random_case, same_bits
 from tests.transport.conformance.operations import OPERATIONS, Run
-from tests.transport.ranks import ALL_WAYS, BOTH, Rank, run_ranks
+from tests.transport.ranks import ALL_WAYS, Rank, run_ranks
+from tests.transports import BOTH
 from tmd.protocol.control import TransportName
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_coalesced. will be deprecated:FutureWarning")
