@@ -56,7 +56,7 @@ def main(out: Path, nodes: int, rounds: int, client: str) -> None:
         "SlurmdTimeout=0",
     )
     with SlurmCluster(Options(nodes=REAL_NODES, slurm_conf="\n".join(lines))) as cluster:
-        settings = SlurmSettings(client=client, conf=str(cluster.places.slurm_conf))  # type: ignore[arg-type]
+        settings = SlurmSettings(client=client, conf=str(cluster.places.slurm_conf), bin_dir=cluster.bin_dir)  # type: ignore[arg-type]
         summary = asyncio.run(_measure(cluster, settings, rounds))
     summary = {"nodes": nodes, "cpus": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "rounds": rounds} | summary
     (out / "slurm_nodes.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -87,6 +87,7 @@ def _serve(nodes: int) -> None:
     with cluster:
         text = f"""# Slurm {".".join(map(str, cluster.version))} with {nodes} nodes is up. In your shell:
 export SLURM_CONF={cluster.places.slurm_conf}
+export PATH={":".join([*cluster.path, "$PATH"])}
 # Then for example:
 #   sinfo -N
 #   cd {cluster.places.shared} && runuser -u {ALICE} -- sbatch -N2 --wrap 'srun hostname'   # or as {BOB}

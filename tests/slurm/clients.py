@@ -15,13 +15,17 @@ from tmd.nodes.slurm.settings import SlurmSettings
 CLIENT = os.environ.get("TMD_TEST_SLURM_CLIENT", "commands")
 
 
-def settings(cluster: SlurmCluster, **changes: object) -> SlurmSettings:
-    prefix = cluster.options.prefix
-    base = {
-        "client": CLIENT,
-        "conf": str(cluster.places.slurm_conf),
-        "bin_dir": str(prefix / "bin") if prefix is not None else "",
+def daemon_settings(cluster: SlurmCluster) -> dict[str, str]:
+    """Environment of a daemon that asks this cluster's Slurm through its commands."""
+    return {
+        "TMD_SLURM_CLIENT": "commands",
+        "TMD_SLURM_CONF": str(cluster.places.slurm_conf),
+        "TMD_SLURM_BIN_DIR": cluster.bin_dir,
     }
+
+
+def settings(cluster: SlurmCluster, **changes: object) -> SlurmSettings:
+    base = {"client": CLIENT, "conf": str(cluster.places.slurm_conf), "bin_dir": cluster.bin_dir}
     return SlurmSettings(**(base | changes))  # type: ignore[arg-type]
 
 

@@ -49,8 +49,8 @@ class SlurmCluster:
     def __init__(self, options: Options | None = None) -> None:
         assert os.geteuid() == 0, "slurmd starts jobs as other users: run these tests as root"
         self.options = options or Options()
-        self._sbin = [str(self.options.prefix / "sbin")] if self.options.prefix else []
-        self._bin = [str(self.options.prefix / "bin")] if self.options.prefix else []
+        #: Before the machine's own: where commands and daemons are looked for.
+        self.path = [str(self.options.prefix / name) for name in ("bin", "sbin")] if self.options.prefix else []
         self.version = self._version()
         self.folder = Path(tempfile.mkdtemp(prefix="tmd-slurm-"))
         # Jobs of other users must come through, to `shared`.
@@ -72,7 +72,7 @@ class SlurmCluster:
         """Returns once every node is IDLE."""
         try:
             self._processes = Processes()
-            write_all(self.options, self.places, self.version, self._plugin_dir())
+            write_all(self.options, self.places, self.version)
             database.prepare(self.folder)
             (self.folder / "munge" / "key").write_bytes(secrets.token_bytes(1024))
             (self.folder / "munge" / "key").chmod(0o600)
@@ -171,7 +171,7 @@ class SlurmCluster:
     def reconfigure(self, lines: str) -> None:
         """Puts `lines` in the place of options.slurm_conf, and lets all daemons read that."""
         self.options = dataclasses.replace(self.options, slurm_conf=lines)
-        self.places.slurm_conf.write_text(slurm_conf(self.options, self.places, self._plugin_dir()))
+        self.places.slurm_conf.write_text(slurm_conf(self.options, self.places))
         self.run("scontrol", "reconfigure")
 
     # ---------------------------------------------------------------- nodes
@@ -213,8 +213,13 @@ class SlurmCluster:
     def env(self) -> dict[str, str]:
         """For whatever is to speak to this cluster; without any SLURM_ variable of a job that this may run in."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SALLOC"))}
-        path = [*self._bin, *self._sbin, *own.get("PATH", os.defpath).split(os.pathsep), "/usr/sbin", "/sbin"]
+        path = [*self.path, *own.get("PATH", os.defpath).split(os.pathsep), "/usr/sbin", "/sbin"]
         return own | {"SLURM_CONF": str(self.places.slurm_conf), "PATH": os.pathsep.join(path), "LC_ALL": "C.UTF-8"}
+
+    @property
+    def bin_dir(self) -> str:
+        """Of its commands, as tmd's `bin_dir` in [slurm]: empty for the machine's own Slurm."""
+        return str(self.options.prefix / "bin") if self.options.prefix else ""
 
     def run(
         self,
@@ -328,20 +333,13 @@ class SlurmCluster:
         return {"env": base | other.env, "user": other.uid, "group": other.gid, "extra_groups": []}
 
     def _version(self) -> tuple[int, int]:
-        path = os.pathsep.join([*self._sbin, os.environ.get("PATH", ""), "/usr/sbin"])
+        path = os.pathsep.join([*self.path, os.environ.get("PATH", ""), "/usr/sbin"])
         program = shutil.which("slurmctld", path=path)
         assert program is not None, "these tests need a real Slurm, slurmctld is missing: run scripts/setup-slurm"
         text = subprocess.run([program, "-V"], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S).stdout
         found = re.search(r"(\d+)\.(\d+)", text)
         assert found is not None, f"slurmctld -V says {text!r}"
         return int(found[1]), int(found[2])
-
-    def _plugin_dir(self) -> Path:
-        if self.options.prefix is not None:
-            return self.options.prefix / "lib" / "slurm"
-        found = sorted(Path("/usr/lib").glob("*/slurm-wlm"))
-        assert found, "Slurm's plugins are missing: run scripts/setup-slurm"
-        return found[0]
 
 
 def _listens(port: int) -> bool:

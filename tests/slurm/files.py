@@ -18,10 +18,19 @@ PORTS = range(12000, 32000)
 DATABASE_USER = DATABASE_PASSWORD = DATABASE = "slurm_acct"
 
 
-def _prefix() -> Path | None:
-    """What `make test-pyslurm` is told."""
+def other_slurm() -> Path | None:
+    """Where another Slurm than the machine's is installed, for all tests to run on: bin/, sbin/ and lib/slurm/ are below."""
     given = os.environ.get("TMD_TEST_SLURM_PREFIX")
     return Path(given) if given else None
+
+
+def plugin_dir(prefix: Path | None) -> Path:
+    """Where that Slurm, or the machine's, has its own plugins."""
+    if prefix is not None:
+        return prefix / "lib" / "slurm"
+    found = sorted(Path("/usr/lib").glob("*/slurm-wlm"))
+    assert found, "Slurm's plugins are missing: run scripts/setup-slurm"
+    return found[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +51,8 @@ class Options:
     health_check_interval_s: int = 5
     #: More files beside slurm.conf, job_submit.lua for example: name -> text.
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    #: Where another Slurm than the machine's is installed: bin/, sbin/ and lib/slurm/ are below.
-    prefix: Path | None = dataclasses.field(default_factory=_prefix)
+    #: None: the machine's Slurm.
+    prefix: Path | None = dataclasses.field(default_factory=other_slurm)
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -108,14 +117,14 @@ def _free_ports(count: int) -> tuple[int, ...]:
     raise AssertionError(f"{count} free ports are wanted between {PORTS.start} and {PORTS.stop}, there are {len(ports)}")
 
 
-def write_all(options: Options, places: Places, version: tuple[int, int], plugin_dir: Path) -> None:
+def write_all(options: Options, places: Places, version: tuple[int, int]) -> None:
     """Makes the folders too."""
     for name in ("etc", "log", "run", "state", "spool", "munge", "shared"):
         (places.folder / name).mkdir(exist_ok=True)
     places.shared.chmod(0o1777)
     for name in options.node_names:
         (places.folder / "spool" / name).mkdir(exist_ok=True)
-    places.slurm_conf.write_text(slurm_conf(options, places, plugin_dir))
+    places.slurm_conf.write_text(slurm_conf(options, places))
     # Nothing is confined, so that a container without control groups of its own will do.
     plugin = "disabled" if version >= (23, 11) else "cgroup/v1"
     (places.etc / "cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
@@ -128,7 +137,7 @@ def write_all(options: Options, places: Places, version: tuple[int, int], plugin
         (places.etc / name).write_text(text)
 
 
-def slurm_conf(options: Options, places: Places, plugin_dir: Path) -> str:
+def slurm_conf(options: Options, places: Places) -> str:
     host = socket.gethostname().partition(".")[0]
     keys = {
         "ClusterName": "tmd",
@@ -172,7 +181,7 @@ def slurm_conf(options: Options, places: Places, plugin_dir: Path) -> str:
         "AccountingStorageHost": "127.0.0.1",
         "AccountingStoragePort": places.slurmdbd_port,
         "AccountingStoragePass": places.munge_socket,
-        "PluginDir": ":".join(map(str, (*options.plugin_dirs, plugin_dir))),
+        "PluginDir": ":".join(map(str, (*options.plugin_dirs, plugin_dir(options.prefix)))),
     }
     if options.job_submit_plugins:
         keys["JobSubmitPlugins"] = options.job_submit_plugins

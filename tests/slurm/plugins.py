@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.files import Options
+from tests.slurm.files import Options, other_slurm
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "plugins"
@@ -29,9 +29,10 @@ SOCKET_VARIABLE = "TMD_EVENTS_SOCKET"
 
 
 def make(*arguments: str) -> str:
-    """Runs `make` with plugins/Makefile; returns what it printed."""
+    """Runs `make` with plugins/Makefile, for the Slurm of the tests; returns what it printed."""
+    slurm = f"SLURM_PREFIX={other_slurm() or ''}"
     done = subprocess.run(
-        ["make", "-C", str(SOURCES), *arguments], capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
+        ["make", "-C", str(SOURCES), slurm, *arguments], capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
     )
     assert done.returncode == 0, f"make {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout

@@ -36,9 +36,13 @@ class Report:
             "downtime_ms": max((_rounded(s * 1000) for move in moves if (s := move["downtime_s"]) is not None), default=None),
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        known = json.loads(self._path.read_text())["scenarios"] if self._path.exists() else []
-        scenarios = [*(each for each in known if each["name"] != name), scenario]
+        scenarios = [*(each for each in self._known() if each["name"] != name), scenario]
         self._path.write_text(json.dumps({"slurm": self._version, "scenarios": scenarios}, indent=2) + "\n")
+
+    def _known(self) -> list[dict[str, Any]]:
+        """What is there of this version of Slurm."""
+        written = json.loads(self._path.read_text()) if self._path.exists() else {}
+        return written["scenarios"] if written.get("slurm") == self._version else []
 
 
 def _rounded(value: float | None) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.rig import Daemon
+from tests.slurm.clients import daemon_settings
 from tests.slurm.cluster import SLURMCTLD, SlurmCluster
 
 DEADLINE_S = 60.0
@@ -18,11 +19,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 def daemon(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Daemon]:
-    settings = {
-        "TMD_SLURM_CLIENT": "commands",
-        "TMD_SLURM_CONF": str(cluster.places.slurm_conf),
-        "TMD_SLURM_QUERY_TIMEOUT_S": "1.0",
-    }
+    settings = daemon_settings(cluster) | {"TMD_SLURM_QUERY_TIMEOUT_S": "1.0"}
     started = Daemon(tmp_path)
     try:
         yield started.start("--resource-manager", "slurm", environ=settings)

@@ -18,6 +18,7 @@ import pytest
 from tests.daemon.rig import Daemon
 from tests.munge.munged import as_user
 from tests.slurm import plugins
+from tests.slurm.clients import daemon_settings
 from tests.slurm.cluster import MUNGED, SLURMCTLD, SlurmCluster
 from tests.slurm.users import BOB, user
 from tmd.cli.client import ClientError
@@ -56,8 +57,7 @@ def environ(cluster: SlurmCluster, events_path: Path) -> dict[str, str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     return {
-        "TMD_SLURM_CLIENT": "commands",
-        "TMD_SLURM_CONF": str(cluster.places.slurm_conf),
+        **daemon_settings(cluster),
         "TMD_SLURM_HINT_SOCKET": str(events_path),
         "TMD_SLURM_QUERY_TIMEOUT_S": "3.0",
         "TMD_MUNGE_SOCKET": str(cluster.places.munge_socket),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import SlurmCluster
+from tests.slurm.files import other_slurm, plugin_dir
 from tests.slurm.plugins import fields, finished, make
 
 REFUSED_BY_SUBMISSION = {
@@ -168,8 +169,7 @@ def test_a_script_of_the_site_calls_ours(standby_cluster: SlurmCluster, write_si
 def test_the_plugins_load_with_every_symbol_there(plugin_folder: Path) -> None:
     """A symbol that is missing in slurmstepd would end every batch step of the node."""
     make("check", f"BUILD={plugin_folder}")
-    slurm = next(Path("/usr/lib").glob("*/slurm-wlm/libslurmfull.so"))
-    ctypes.CDLL(str(slurm), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(plugin_dir(other_slurm()) / "libslurmfull.so"), mode=ctypes.RTLD_GLOBAL)
     for name in ("spank_tmd.so", "job_submit_tmd.so"):
         assert ctypes.CDLL(str(plugin_folder / name)).plugin_name
 
@@ -180,7 +180,7 @@ def test_what_is_read_and_written_as_text_stands_arbitrary_bytes(plugin_folder: 
 
 def test_install_puts_nothing_in_the_way_of_what_is_there(tmp_path: Path, plugin_folder: Path) -> None:
     make("install", f"BUILD={plugin_folder}", f"DESTDIR={tmp_path}", "CONF_DIR=/etc/slurm")
-    slurm = next(Path("/usr/lib").glob("*/slurm-wlm"))
+    slurm = plugin_dir(other_slurm())
     installed = {f"/{path.relative_to(tmp_path)}" for path in tmp_path.rglob("*") if path.is_file()}
     assert installed == {
         f"{slurm}/spank_tmd.so",
@@ -190,3 +190,13 @@ def test_install_puts_nothing_in_the_way_of_what_is_there(tmp_path: Path, plugin
         "/etc/slurm/tmd/plugstack.conf",
         "/etc/slurm/tmd/slurm.conf",
     }
+
+
+def test_another_slurm_than_the_system_s_gets_them_into_its_own_folder(tmp_path: Path, plugin_folder: Path) -> None:
+    prefix = tmp_path / "slurm"
+    (prefix / "lib").mkdir(parents=True)
+    (prefix / "include").symlink_to((other_slurm() or Path("/usr")) / "include")
+    (prefix / "lib" / "slurm").symlink_to(plugin_dir(other_slurm()))
+    make("install", f"BUILD={plugin_folder}", f"SLURM_PREFIX={prefix}", f"DESTDIR={tmp_path / 'image'}", "CONF_DIR=/etc/slurm")
+    installed = tmp_path / "image" / (prefix / "lib" / "slurm").relative_to("/")
+    assert {path.name for path in installed.iterdir()} == {"spank_tmd.so", "job_submit_tmd.so"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -23,7 +22,7 @@ def valgrind_log(standby_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch,
     options = f"--leak-check=full --show-leak-kinds=definite --num-callers=30 --fair-sched=yes --log-file={log}.%p"
     wrapper.write_text(f'#!/bin/sh\nexec {valgrind} {options} {program} "$@"\n')
     wrapper.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(standby_cluster, "path", [str(tmp_path), *standby_cluster.path])
     standby_cluster.restart(SLURMCTLD)
     standby_cluster.wait_for(lambda: set(standby_cluster.states().values()) == {"IDLE"}, "every node to be IDLE")
     return log
