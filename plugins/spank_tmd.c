@@ -146,7 +146,8 @@ static void replace_count(spank_t spank, const char *name, uint32_t count)
 /* The first `nodes` of `all`, and the others. */
 static bool split_nodes(const char *all, uint32_t nodes, char first[VALUE_BYTES], char others[VALUE_BYTES])
 {
-    hostlist_t rest = slurm_hostlist_create(all), taken = slurm_hostlist_create(NULL);
+    /* By its tag: hostlist_t is this pointer in older versions, and what it points to since 23.11. */
+    struct hostlist *rest = slurm_hostlist_create(all), *taken = slurm_hostlist_create(NULL);
     bool done = rest != NULL && taken != NULL;
     for (uint32_t i = 0; done && i < nodes; i++) {
         char *name = slurm_hostlist_shift(rest);

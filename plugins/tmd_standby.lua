@@ -58,7 +58,7 @@ end
 -- ---------------------------------------------------------------- what cannot be
 
 -- Each: whether it is so, and what to tell the user.
-local function refusals(job)
+local function refusals(job, by_comment)
     local function value(number)
         return given(number) and math.floor(number) or nil
     end
@@ -76,8 +76,9 @@ local function refusals(job)
             "a job that expands another one cannot have standby nodes of its own: leave --standby out",
         },
         {
-            not job.script and (job.argc or 0) > 0,
-            "standby nodes belong to sbatch or salloc: srun would start ranks on all of them",
+            -- srun's --standby is refused by the SPANK plugin. Since 23.02 salloc tells its command as well as srun does.
+            by_comment and not job.script and (job.argc or 0) > 0,
+            "a comment asks for standby nodes in sbatch or in salloc without a command: srun would start ranks on all of them",
         },
         {
             not value(job.min_nodes) and tasks,
@@ -198,7 +199,8 @@ end
 
 function tmd.submit(job, partitions, _)
     local flag, wrong = flag_of_spank(job), nil
-    if not flag then
+    local by_comment = not flag
+    if by_comment then
         flag, wrong = flag_of_comment(job)
     end
     if wrong then
@@ -207,7 +209,7 @@ function tmd.submit(job, partitions, _)
     if not flag then
         return slurm.SUCCESS
     end
-    for _, refusal in ipairs(refusals(job)) do
+    for _, refusal in ipairs(refusals(job, by_comment)) do
         if refusal[1] then
             return refuse(refusal[2])
         end

@@ -314,8 +314,11 @@ class SlurmCluster:
             return ["munged", "--foreground", "--force", "--num-threads=2", *options], log / "munged.log"
         if part == MARIADBD:
             return database.command(self.folder, self.places.database_port), log / "mariadbd.log"
-        if part in (SLURMDBD, SLURMCTLD):
-            return [part, "-D"], log / f"{part}.out"
+        if part == SLURMDBD:
+            return [part, "-D"], log / "slurmdbd.out"
+        if part == SLURMCTLD:
+            # -i: some of its state 25.11 writes for the first time after five minutes, and killed before would not start without.
+            return [part, "-D", "-i"], log / "slurmctld.out"
         return ["slurmd", "-D", "-N", part], log / f"slurmd.{part}.out"
 
     def _answers(self, *argv: str) -> bool:

@@ -30,7 +30,6 @@ REFUSED_BY_SUBMISSION = {
     ("--standby=1", "-N2", "--gpus=2"): "use --gpus-per-node or --gres",
     ("--standby=1", "-N2", "--gpus-per-node=1", "--ntasks-per-gpu=1"): "use --ntasks-per-node",
     ("--standby=1", "-N1", "--dependency=expand:1"): "a job that expands another one",
-    ("--standby=1", "-N2", "-n2", "-w", "n1,n2", "-marbitrary"): "names the node of each task",
     ("--standby=1", "-N1", ":", "-N1"): "heterogeneous jobs",
     ("--comment=tmd:standby=x", "-N1"): "expected a number of nodes",
     ("--comment=tmd:standby=1:pond", "-N1"): "expected a number of nodes",
@@ -52,6 +51,14 @@ def test_sbatch_refuses_nonsense_and_says_why(standby_cluster: SlurmCluster, opt
     assert done.returncode != 0
     assert REFUSED_BY_SUBMISSION[options] in done.stderr
     assert standby_cluster.run("squeue", "-h").stdout == ""
+
+
+def test_tasks_that_have_their_nodes_named_are_refused(standby_cluster: SlurmCluster) -> None:
+    """By tmd, and on 25.11 by sbatch itself as soon as there is -N."""
+    options = ("--standby=1", "-N2", "-n2", "-w", "n1,n2", "-marbitrary")
+    done = standby_cluster.run("sbatch", *options, "--wrap=true", check=False)
+    assert done.returncode != 0
+    assert re.search("names the node of each task|--nodes is incompatible with --distribution=arbitrary", done.stderr)
 
 
 def test_sbatch_takes_the_flag_from_the_script(standby_cluster: SlurmCluster) -> None:
