@@ -18,6 +18,9 @@ from tests.slurm.users import ALICE
 OF_A_RUN = {
     "SLURM_JOB_ID",
     "SLURM_JOBID",
+    "SLURM_JOB_SLUID",
+    "SLURM_JOB_START_TIME",
+    "SLURM_JOB_END_TIME",
     "SLURM_TASK_PID",
     "SLURM_LAUNCH_NODE_IPADDR",
     "SLURM_SRUN_COMM_PORT",
@@ -159,7 +162,7 @@ def described(cluster: SlurmCluster, shape: str) -> dict[str, object]:
     own, tasks = seen(finished(cluster, script, *shape.split()))
     of_step = {name: value for name, value in environment(Path(f"{shown}.step").read_text()).items() if name not in OF_A_RUN}
     job = re.sub(
-        r"(\w+Time|JobId|LastSchedEval|Scheduler|Priority|AllocNode:Sid)=\S+|slurm-\d+", r"\1", Path(f"{shown}.job").read_text()
+        r"(\w+Time|JobId|SLUID|LastSchedEval|Scheduler|Priority|AllocNode:Sid)=\S+|slurm-\d+", r"\1", Path(f"{shown}.job").read_text()
     )
     return {"environment": own, "tasks": tasks, "step": of_step, "job": job.split()}
 
