@@ -18,6 +18,8 @@ from tmd.protocol.rank import Directive, RankStatus
 from tmd_worker.control import Control
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.core.rank import RankCore
+from tmd_worker.handoff.probe import Transports
+from tmd_worker.handoff.tcp import SERVICE, Tcp
 from tmd_worker.installing import Installer
 from tmd_worker.live import LiveLoop
 from tmd_worker.optimizers import Optimizers
@@ -139,8 +141,12 @@ class Rig:
         self.tracked.set_role(rank or 0, 2)
         self.runtime = Runtime(self.core, cast(Control, self.control), welcome)
         fabric, own, inherited = cast(Fabric, self.fabric), RecordShelf(), RecordShelf()
-        self.server = StateServer(self.runtime, fabric, self.tracked, own, inherited)
-        self.runtime.attach(fabric, Installer(self.runtime, fabric, self.tracked, own, inherited, on_role=lambda _: None))
+        tcp = Tcp()
+        self.fabric.serve(SERVICE, tcp.serve)
+        transports = Transports([tcp])
+        self.server = StateServer(self.runtime, fabric, self.tracked, own, inherited, transports)
+        installer = Installer(self.runtime, fabric, self.tracked, own, inherited, lambda _: None, transports)
+        self.runtime.attach(fabric, installer)
         self.optimizers = Optimizers(
             vote=lambda: self.loop.vote(),
             applied=lambda: self.loop.applied(),

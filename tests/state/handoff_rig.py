@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -9,14 +10,21 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from tmd_worker.state.errors import StateError, TransferBroken
-from tmd_worker.state.handoff import receive_state, send_state
+from tmd_worker.handoff.agreement import Agreed, propose
+from tmd_worker.handoff.control import Control
+from tmd_worker.handoff.probe import Transports
+from tmd_worker.handoff.tcp import Tcp
+from tmd_worker.state.errors import StateError
+from tmd_worker.state.handoff import Received, memory_of, receive_state, send_state
 from tmd_worker.state.manifest import Manifest
 from tmd_worker.state.tracked import Tracked
 
 DEADLINE_S = 10.0
 
 Sides = tuple[Manifest | BaseException, BaseException | None]
+Change = Callable[[Manifest, list[torch.Tensor]], tuple[Manifest, list[torch.Tensor]]]
+#: What becomes of bytes on their way from the source; may raise Closed.
+Damage = Callable[[bytes], bytes]
 
 
 def hand_over(
@@ -25,59 +33,117 @@ def hand_over(
     *,
     step: int,
     per_rank: bool = True,
-    change: Callable[[Manifest, list[torch.Tensor]], tuple[Manifest, list[torch.Tensor]]] = lambda m, t: (m, t),
-    wire: Callable[[socket.socket, socket.socket], None] | None = None,
+    change: Change = lambda m, t: (m, t),
+    damage: Damage | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> Sides:
-    """(the manifest or the receiver's error, the sender's error). `wire` stands between the two and may damage bytes."""
+    """(the manifest or the receiver's error, the sender's error). `damage` is done on the control connection and on those of the
+    data, once the two have agreed."""
+    taken, heard = hand_over_told(
+        source, target, step=step, per_rank=per_rank, change=change, damage=damage, deadline_s=deadline_s
+    )
+    return (taken.manifest if isinstance(taken, Received) else taken), heard
+
+
+def hand_over_told(
+    source: Tracked,
+    target: Tracked,
+    *,
+    step: int,
+    per_rank: bool = True,
+    change: Change = lambda m, t: (m, t),
+    damage: Damage | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> tuple[Received | BaseException, BaseException | None]:
+    """As `hand_over`, with how the state came."""
     manifest, tensors = change(*source.full_state(step=step, epoch=3))
-    ends = socket.socketpair()
-    sockets = list(ends)
-    relay = None
-    if wire is not None:
-        middle = socket.socketpair()
-        sockets += middle
-        relay = threading.Thread(target=wire, args=(ends[1], middle[0]))
-        relay.start()
-        ends = (ends[0], middle[1])
+    tcp = Tcp()
+    agreed = Agreed(Transports([tcp]))
     heard: list[BaseException | None] = [None]
+    taken: Received | BaseException
+    with Lines(damage) as lines:
+        theirs, ours = lines.line()
 
-    def send() -> None:
+        def send() -> None:
+            with theirs, contextlib.closing(agreed):
+                try:
+                    with Control(theirs, deadline_s) as control:
+                        agreed.agree(control, memory_of(tensors), deadline_s)
+                        lines.agreed.wait(DEADLINE_S)
+                        send_state(control, agreed, manifest, tensors)
+                except StateError as error:
+                    heard[0] = error
+
+        def dial(fields: dict[str, object], timeout_s: float) -> socket.socket:
+            served, dialed = lines.line()
+            lines.start(lambda: tcp.serve(served, fields))
+            return dialed
+
+        lines.start(send)
         try:
-            send_state(ends[0], manifest, tensors, deadline_s)
+            with ours, Control(ours, deadline_s) as control:
+                memory = memory_of(target.in_reach())
+                with contextlib.closing(propose(control, Transports([tcp]), "auto", dial, memory, deadline_s)) as agreement:
+                    lines.agreed.set()
+                    taken = receive_state(control, agreement, target, per_rank=per_rank)
         except StateError as error:
-            heard[0] = error
+            taken = error
+    return taken, heard[0]
 
-    sender = threading.Thread(target=send)
-    sender.start()
-    received: Manifest | BaseException
-    try:
-        received = receive_state(ends[1], target, deadline_s, per_rank=per_rank)
-    except StateError as error:
-        received = error
-    if isinstance(received, TransferBroken):
-        ends[1].close()
-    sender.join(2 * DEADLINE_S)
-    assert not sender.is_alive()
-    for sock in sockets:
-        sock.close()
-    if relay is not None:
-        relay.join(DEADLINE_S)
-        assert not relay.is_alive()
-    return received, heard[0]
+
+class Lines:
+    """Connections between the two ends, each with a relay in the middle that does the damage, and the threads that use them."""
+
+    def __init__(self, damage: Damage | None) -> None:
+        self._damage = damage
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self.agreed = threading.Event()
+
+    def line(self) -> tuple[socket.socket, socket.socket]:
+        """The source's end and the joiner's."""
+        source, joiner = socket.socketpair()
+        self._sockets += [source, joiner]
+        if self._damage is None:
+            return source, joiner
+        near, far = socket.socketpair()
+        self._sockets += [near, far]
+        self.start(lambda: forward(joiner, near, self._pass))
+        return source, far
+
+    def start(self, body: Callable[[], object]) -> None:
+        thread = threading.Thread(target=body)
+        self._threads.append(thread)
+        thread.start()
+
+    def _pass(self, data: bytes) -> bytes:
+        with self._lock:
+            return self._damage(data) if self._damage is not None and self.agreed.is_set() else data
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self._threads:
+            thread.join(2 * DEADLINE_S)
+            assert not thread.is_alive()
+        for sock in self._sockets:
+            sock.close()
 
 
 class Closed(Exception):
-    """Raised by a `change` with the last bytes that get through."""
+    """Raised by a `Damage` with the last bytes that get through."""
 
 
-def forward(left: socket.socket, right: socket.socket, change: Callable[[bytes], bytes]) -> None:
+def forward(left: socket.socket, right: socket.socket, change: Damage) -> None:
     """Carries bytes both ways until either end closes; those from left to right through `change`, which may end it."""
 
     def back() -> None:
         try:
             while data := right.recv(1 << 16):
                 left.sendall(data)
+            left.shutdown(socket.SHUT_WR)
         except OSError:
             pass
 
@@ -87,7 +153,8 @@ def forward(left: socket.socket, right: socket.socket, change: Callable[[bytes],
         while data := left.recv(1 << 16):
             right.sendall(change(data))
     except Closed as last:
-        right.sendall(*last.args)
+        with contextlib.suppress(OSError):
+            right.sendall(*last.args)
     except OSError:
         pass
     for sock in (left, right):
@@ -99,7 +166,7 @@ def forward(left: socket.socket, right: socket.socket, change: Callable[[bytes],
 
 
 class Cut:
-    """Lets `limit_bytes` pass, then closes the connection."""
+    """Lets `limit_bytes` pass, then closes the connections."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.left_bytes = limit_bytes

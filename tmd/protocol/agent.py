@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from tmd.protocol.handoff import HandoffTerms
 from tmd.protocol.rank import Directive, RankStatus
 
 
@@ -67,6 +68,8 @@ class AgentWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     #: To an agent that came by munge over TCP: a munge credential with SealedKey that its user alone can read; `job_key` is empty
     #: then (1.2).
     sealed_key: str = ""
+    #: How its ranks hand state over (1.3).
+    handoff: HandoffTerms = HandoffTerms()
 
 
 class AgentRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

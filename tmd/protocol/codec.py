@@ -11,7 +11,7 @@ from tmd.protocol.agent import FromAgent, ToAgent
 from tmd.protocol.control import FromRank, ToRank
 
 #: (major, minor). Another major is refused; an older minor is served: new fields have defaults, unknown ones are ignored.
-PROTOCOL = (1, 2)
+PROTOCOL = (1, 3)
 MAX_MESSAGE_BYTES = 4 << 20
 #: Length prefix on stream sockets: unsigned 32-bit, network order.
 LENGTH = struct.Struct("!I")

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from tmd.protocol.agent import StoreReply, StoreRequest
+from tmd.protocol.handoff import HandoffTerms
 from tmd.protocol.rank import Directive, RankStatus
 
 #: tmd's own links, or groups of another library.
@@ -31,6 +32,8 @@ class RankWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="rank_welcome")
     port_range: tuple[int, int] | None = None
     #: What carries the collectives of the script's groups.
     transport: TransportName = "delta"
+    #: How a role's state is handed over (1.3).
+    handoff: HandoffTerms = HandoffTerms()
     #: What the agent speaks; a rank whose library is of another major version ends with the reason.
     protocol: tuple[int, int] = (1, 0)
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from tmd.protocol.handoff import HandoffReport
 from tmd.protocol.membership import Install, Member, Plan, Resolution
 
 Phase = Literal[
@@ -77,6 +78,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     #: The highest epoch in which a vote said yes here.
     committed_epoch: int = -1
     record_origin: RecordOrigin = ""
+    #: How the state of its role came here last, None if it made it itself (1.3).
+    handoff: HandoffReport | None = None
     #: Ranks whose links closed without the STOP frame of an orderly poison: they probably died.
     broken_ranks: tuple[int, ...] = ()
     reason: str = ""

@@ -6,19 +6,26 @@ poisoned or its plan dropped. A joiner's main thread holds at its boundary meanw
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 
-from tmd.protocol.membership import Install, Membership, Plan
+from tmd.protocol.handoff import HandoffReport
+from tmd.protocol.membership import Install, Member, Membership, Plan
 from tmd.protocol.rank import RecordOrigin
 from tmd_worker import faults
+from tmd_worker.handoff.agreement import Agreement, propose
+from tmd_worker.handoff.control import Control
+from tmd_worker.handoff.probe import Transports
+from tmd_worker.handoff.tcp import SERVICE
 from tmd_worker.records import RecordReply, RecordShelf
 from tmd_worker.runtime import Runtime
 from tmd_worker.serving import READY, STATE_TIMEOUT_S, WAITING
 from tmd_worker.state.errors import StateError, TransferBroken
-from tmd_worker.state.handoff import receive_record, receive_state
+from tmd_worker.state.handoff import Received, memory_of, receive_record, receive_state
 from tmd_worker.state.tracked import Tracked
 from tmd_worker.threads import start_thread
 from tmd_worker.transport.dialing import CannotConnect
@@ -45,6 +52,7 @@ class Installer:
         own: RecordShelf,
         inherited: RecordShelf,
         on_role: Callable[[int], None],
+        transports: Transports,
     ) -> None:
         self._runtime = runtime
         self._fabric = fabric
@@ -52,6 +60,7 @@ class Installer:
         self._own = own
         self._inherited = inherited
         self._on_role = on_role
+        self._transports = transports
         self._subscription: tuple[int, socket.socket] | None = None
 
     # ---------------------------------------------------------------- links
@@ -132,16 +141,26 @@ class Installer:
         if source.replica_rank is None:
             raise TransferBroken(f"nobody holds the state of rank {rank}")
         fields = {"rank": rank, "step": step, "epoch": epoch}
-        with self._fabric.connect(members[source.replica_rank], "state", fields, CONNECT_TIMEOUT_S) as sock:
+        replica = members[source.replica_rank]
+        with (
+            self._fabric.connect(replica, "state", fields, CONNECT_TIMEOUT_S) as sock,
+            closing(self._agree(sock, replica)) as agreement,
+        ):
             if not self._await_ready(sock, lambda: self._runtime.core.poisoned_epoch < epoch):
                 raise TransferBroken(f"rank {source.replica_rank} will not come to the boundary before step {step}")
-            manifest = receive_state(sock, self._tracked, STATE_TIMEOUT_S, per_rank=False, received=self._received)
+            with Control(sock, STATE_TIMEOUT_S, self._received) as control:
+                taken = receive_state(control, agreement, self._tracked, per_rank=False, received=self._received)
+        self._report(agreement, taken, replica, source.replica_rank)
+        manifest = taken.manifest
         if manifest.step != step:
             raise TransferBroken(f"rank {source.replica_rank} sent its state before step {manifest.step}, expected {step}")
         record = tail = None
         if source.record_rank is not None:
-            with self._fabric.connect(members[source.record_rank], "record", fields, CONNECT_TIMEOUT_S) as sock:
-                record, tail = receive_record(sock, step - 1, STATE_TIMEOUT_S, received=self._received)
+            with (
+                self._fabric.connect(members[source.record_rank], "record", fields, CONNECT_TIMEOUT_S) as sock,
+                Control(sock, STATE_TIMEOUT_S, self._received) as control,
+            ):
+                record, tail = receive_record(control, step - 1)
         return self._tracked.adopt_record(record, tail, manifest)
 
     def _report_no_state(self, epoch: int, rank: int, error: Exception) -> None:
@@ -179,11 +198,15 @@ class Installer:
         with self._fabric.connect(leaver, "leaver", {"plan": plan.plan_id}, CONNECT_TIMEOUT_S) as sock:
             with self._runtime.changed:
                 self._subscription = (plan.plan_id, sock)
-            if not self._await_ready(sock, lambda: True):
-                raise TransferBroken(f"the leaver called plan {plan.plan_id} off before its flip")
-            faults.point("state.loading")
-            manifest = receive_state(sock, self._tracked, STATE_TIMEOUT_S, per_rank=True, received=self._received)
-            record, tail = receive_record(sock, manifest.step - 1, STATE_TIMEOUT_S, received=self._received)
+            with closing(self._agree(sock, leaver)) as agreement:
+                if not self._await_ready(sock, lambda: True):
+                    raise TransferBroken(f"the leaver called plan {plan.plan_id} off before its flip")
+                faults.point("state.loading")
+                with Control(sock, STATE_TIMEOUT_S, self._received) as control:
+                    taken = receive_state(control, agreement, self._tracked, per_rank=True, received=self._received)
+                    record, tail = receive_record(control, taken.manifest.step - 1)
+        self._report(agreement, taken, leaver, rank)
+        manifest = taken.manifest
         if record is not None:
             self._inherited.put(manifest.step - 1, record)
             if tail is not None:
@@ -197,6 +220,26 @@ class Installer:
         while word == WAITING and wanted():
             word = sock.recv(1)
         return word == READY
+
+    def _agree(self, sock: socket.socket, source: Member) -> Agreement:
+        """Before the source stands still. Raises OSError."""
+        with Control(sock, STATE_TIMEOUT_S, self._received) as control:
+            dial = functools.partial(self._fabric.connect, source, SERVICE)
+            memory = memory_of(self._tracked.in_reach())
+            mode = self._runtime.welcome.handoff.transport
+            return propose(control, self._transports, mode, dial, memory, CONNECT_TIMEOUT_S)
+
+    def _report(self, agreement: Agreement, taken: Received, source: Member, rank: int) -> None:
+        """The next status tells how the state came."""
+        report = HandoffReport(
+            transport=agreement.transport,
+            why=taken.why,
+            source=f"rank {rank} on {source.node}",
+            bytes_by_transport=taken.bytes_by_transport,
+            parts_s=taken.parts_s,
+        )
+        with self._runtime.changed:
+            self._runtime.core.handoff = report
 
     def _received(self, size_bytes: int) -> None:
         with self._runtime.changed:

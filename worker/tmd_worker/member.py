@@ -29,6 +29,8 @@ from tmd_worker import faults, guard, mistakes
 from tmd_worker.control import Control, Heart
 from tmd_worker.core.rank import RankCore
 from tmd_worker.discard import StepDiscarded
+from tmd_worker.handoff.probe import Transports
+from tmd_worker.handoff.tcp import SERVICE, Tcp
 from tmd_worker.installing import Installer
 from tmd_worker.live import LiveLoop
 from tmd_worker.optimizers import Optimizers
@@ -72,8 +74,13 @@ class MemberEngine:
         self._tracked = Tracked()
         own, inherited = RecordShelf(), RecordShelf()
         self._vote = CommitVote(self._runtime, self._fabric, self._tracked, own)
-        self._server = StateServer(self._runtime, self._fabric, self._tracked, own, inherited)
-        installer = Installer(self._runtime, self._fabric, self._tracked, own, inherited, self._tell_role)
+        tcp = Tcp()
+        transports = Transports([tcp])
+        if obstacle := transports.obstacle(welcome.handoff.transport):
+            sys.exit(f"tmd: [handoff] transport is {welcome.handoff.transport} and cannot be used here: {obstacle}")
+        self._fabric.serve(SERVICE, tcp.serve)
+        self._server = StateServer(self._runtime, self._fabric, self._tracked, own, inherited, transports)
+        installer = Installer(self._runtime, self._fabric, self._tracked, own, inherited, self._tell_role, transports)
         self._optimizers = Optimizers(
             vote=self.vote,
             applied=lambda: self._loop.applied(),

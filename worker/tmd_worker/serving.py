@@ -10,14 +10,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, TypeVar
 
 from tmd.protocol.codec import LENGTH
 from tmd_worker import guard
+from tmd_worker.handoff.agreement import Agreed
+from tmd_worker.handoff.control import Control
+from tmd_worker.handoff.probe import Transports
 from tmd_worker.records import RecordShelf
 from tmd_worker.runtime import Runtime
-from tmd_worker.state.errors import StateMismatch, TransferBroken
-from tmd_worker.state.handoff import send_record, send_state
+from tmd_worker.state.errors import StateMismatch, TrackRefused, TransferBroken
+from tmd_worker.state.handoff import memory_of, refuse_state, send_record, send_state
 from tmd_worker.state.tracked import Tracked
 from tmd_worker.transport.fabric import Fabric
 from tmd_worker.transport.recording import BuildRecording
@@ -36,12 +40,21 @@ READY = b"!"
 class StateServer:
     """The handlers of one rank."""
 
-    def __init__(self, runtime: Runtime, fabric: Fabric, tracked: Tracked, own: RecordShelf, inherited: RecordShelf) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        fabric: Fabric,
+        tracked: Tracked,
+        own: RecordShelf,
+        inherited: RecordShelf,
+        transports: Transports,
+    ) -> None:
         self._runtime = runtime
         self._fabric = fabric
         self._tracked = tracked
         self._own = own
         self._inherited = inherited
+        self._transports = transports
         self._reading = threading.Lock()
         self._recording: BuildRecording | None = None
 
@@ -63,29 +76,33 @@ class StateServer:
         def at_rest() -> bool | None:
             return False if core.poisoned_epoch >= epoch else core.may_serve(step=step)
 
-        with sock:
+        with sock, closing(Agreed(self._transports)) as agreed:
+            self._agree(sock, agreed)
             if self._beat_until(sock, at_rest):
                 sock.sendall(READY)
-                self._send_state(sock, step)
+                self._send_state(sock, agreed, step)
 
     def _serve_record(self, sock: socket.socket, fields: dict[str, Any]) -> None:
         """The record of a ward that was lost: as it sent it, or as this rank took it over."""
         step = int(fields["step"]) - 1
         with sock:
             record, tail = self._ward_record(step)
-            send_record(sock, step, record, tail, STATE_TIMEOUT_S)
+            with Control(sock, STATE_TIMEOUT_S) as control:
+                send_record(control, step, record, tail)
 
     def _serve_leaver(self, sock: socket.socket, fields: dict[str, Any]) -> None:
         core, plan_id = self._runtime.core, int(fields["plan"])
-        with sock:
+        with sock, closing(Agreed(self._transports)) as agreed:
+            self._agree(sock, agreed)
             try:
                 step = self._beat_until(sock, lambda: core.leaver_step(plan_id))
             except LookupError:
                 return
             sock.sendall(READY)
-            self._send_state(sock, step)
+            self._send_state(sock, agreed, step)
             record, tail = self._ward_record(step - 1)
-            send_record(sock, step - 1, record, tail, STATE_TIMEOUT_S)
+            with Control(sock, STATE_TIMEOUT_S) as control:
+                send_record(control, step - 1, record, tail)
 
     def _serve_rehearsal(self, sock: socket.socket, _fields: dict[str, Any]) -> None:
         with sock:
@@ -94,13 +111,22 @@ class StateServer:
                 data = recording.to_bytes()
                 sock.sendall(LENGTH.pack(len(data)) + data)
 
-    def _send_state(self, sock: socket.socket, step: int) -> None:
-        with self._reading:
-            manifest, tensors = self._tracked.full_state(step=step, epoch=self._runtime.core.run_epoch)
-        try:
-            send_state(sock, manifest, tensors, STATE_TIMEOUT_S)
-        except StateMismatch as error:
-            raise TransferBroken(str(error)) from error  # ends this connection alone: it is the joiner that does not fit
+    def _agree(self, sock: socket.socket, agreed: Agreed) -> None:
+        """Before this rank stands still. Raises OSError."""
+        with Control(sock, STATE_TIMEOUT_S) as control:
+            agreed.agree(control, memory_of(self._tracked.in_reach()), STATE_TIMEOUT_S)
+
+    def _send_state(self, sock: socket.socket, agreed: Agreed, step: int) -> None:
+        with Control(sock, STATE_TIMEOUT_S) as control:
+            try:
+                with self._reading:
+                    manifest, tensors = self._tracked.full_state(step=step, epoch=self._runtime.core.run_epoch)
+                send_state(control, agreed, manifest, tensors)
+            except StateMismatch as error:
+                raise TransferBroken(str(error)) from error  # ends this connection alone: it is the joiner that does not fit
+            except TrackRefused as error:
+                refuse_state(control, error)
+                raise TransferBroken(str(error)) from error
 
     def _ward_record(self, step: int) -> tuple[bytes | None, bytes | None]:
         kept = self._fabric.buddy.ward_records(step)

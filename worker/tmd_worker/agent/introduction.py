@@ -53,6 +53,7 @@ def rank_welcome(settings: DirectedSettings, spec: ProcessSpec, welcome: AgentWe
         heartbeat_s=welcome.heartbeat_s,
         port_range=settings.port_range,
         transport=settings.transport,
+        handoff=welcome.handoff,
         protocol=PROTOCOL,
     )
 

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Callable
 
+from tmd.protocol.handoff import HandoffReport
 from tmd.protocol.membership import Membership, Plan
 from tmd.protocol.rank import Commit, Directive, Phase, RankStatus, RecordOrigin
 from tmd_worker.core.instructions import CloseLinks, DropStaged, Instruction, SendStatus, TakeRole, Wake
@@ -59,6 +60,7 @@ class RankState:
         self.committed_epoch = -1
         self.has_state = False
         self.record_origin: RecordOrigin = ""
+        self.handoff: HandoffReport | None = None
         self.broken_ranks: set[int] = set()
         self.reason = ""
         self.error = ""
@@ -193,6 +195,7 @@ class RankState:
             flipped_plan=self.flipped_plan,
             committed_epoch=self.committed_epoch,
             record_origin=self.record_origin,
+            handoff=self.handoff,
             broken_ranks=tuple(sorted(self.broken_ranks)),
             reason=self.reason,
             error=self.error,

@@ -11,8 +11,8 @@ Contract. The joiner reads; the source lets itself be read. For one handoff ther
 4. In the pause: `SourceEnd.export` gives a `Region` for each entry of the manifest, in its order: where it lies and the key that
    lets this one peer read it, and nobody write it. Memory that is not exported cannot be read.
 5. `JoinerEnd.read` moves chunks until its share of the `Work` is done. Entry n of the regions goes to entry n of the memory.
-6. `close` on both ends, always, in whatever state: keys are void and connections gone when it returns. It may be called twice, and
-   from another thread while `read` runs, which it ends.
+6. `close` on both ends, always, in whatever state: keys are void and connections gone when it returns. It may be called twice,
+   and from another thread while `read` runs, which it ends.
 
 Failure. Everything that goes wrong is a TransferFailed whose text a person understands (what, which peer, why). It ends this
 transport in this handoff, not the handoff: what has landed stays, chunks that were taken and did not land have been given back
@@ -28,9 +28,10 @@ owns the `Work` compares. Threads: `prepare`, `hello`, `connect`, `read` are cal
 from __future__ import annotations
 
 import collections
+import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -38,6 +39,11 @@ import msgspec
 CHUNK_BYTES = 4 << 20
 #: The most pieces of a chunk: a state may have thousands of tiny entries.
 CHUNK_PIECES = 256
+
+
+#: Opens one more authenticated connection to the source's process, with these fields for its `serve`, by this many seconds from
+#: now. Raises OSError. For transports whose data goes over sockets.
+Dial = Callable[[dict[str, Any], float], socket.socket]
 
 
 class TransferFailed(ConnectionError):
@@ -197,4 +203,4 @@ class Transport(Protocol):
 
     def source(self) -> SourceEnd: ...
 
-    def joiner(self) -> JoinerEnd: ...
+    def joiner(self, dial: Dial) -> JoinerEnd: ...

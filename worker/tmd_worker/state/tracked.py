@@ -6,8 +6,8 @@ Contract, in the order of a process's life:
 - each step: `snapshot_small` at its start, `record` at the vote, `tail` at the next step's start, before that step's
   `snapshot_small`. If it is discarded: `keep_averages` before more of the user's code runs, `restore_small` after it and before
   anybody may be served.
-- a source of state: `full_state` at a boundary, the main thread standing still; see handoff.send_state.
-- a joiner: `set_role`, then handoff.receive_state, then, unless the state came from the leaver itself, `adopt_record`.
+- a source of state: `full_state` at a boundary, the main thread standing still; see state.handoff.
+- a joiner: `set_role`, then state.handoff.receive_state, then, unless the state came from the leaver itself, `adopt_record`.
 
 Not thread-safe: one thread at a time, by the caller's order of things. What changes tensors runs under no_grad.
 """
@@ -33,7 +33,7 @@ from tmd_worker.state.loader import LoaderCursor
 from tmd_worker.state.manifest import Manifest, TensorEntry
 from tmd_worker.state.optim import Hyperparameters, OptimizerCopy, copy_of
 from tmd_worker.state.sources import is_source
-from tmd_worker.state.tensors import in_memory, memory_of, memory_order, refuse_special, write_into
+from tmd_worker.state.tensors import in_memory, is_dense, memory_of, memory_order, refuse_special, write_into
 from tmd_worker.state.trackable import ExtraState, LoadsState, extra_states, load_scaler, refuse_module, unwrapped
 
 #: A tracked object that is copied and sent at every step should not be larger than this.
@@ -314,6 +314,19 @@ class Tracked:
         dense CPU memory: nothing may change until it is sent."""
         self._require_intact()
         return describe(self, self._records, step=step, epoch=epoch)
+
+    def in_reach(self) -> list[torch.Tensor]:
+        """Dense CPU memory that a hand-over from or to here will probably touch, as of now: parameters and what the optimizers
+        hold (on a standby: held in its shadow steps). The one method that another thread may call while the script runs."""
+        states = [
+            dict(state)
+            for optimizer in self.optimizers.values()
+            for state in list(optimizer.state.values())
+            if type(state) is dict
+        ]
+        held = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        tensors = [part.detach() for part in (*self.parameters.values(), *held, *self.pool.values())]
+        return [part for part in tensors if part.device.type == "cpu" and is_dense(part)]
 
     def prepare_load(self, manifest: Manifest, *, per_rank: bool) -> LoadPlan:
         """Checks everything and touches nothing; raises StateMismatch naming the entry. `per_rank`: the source is the leaver,

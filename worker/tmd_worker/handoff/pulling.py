@@ -1,0 +1,70 @@
+"""The joiner moves a whole state: over the agreed transport, and what that leaves over the spare one.
+
+Contract: `move` returns once every chunk has landed, or raises TransferFailed; it may be called again for chunks that turned
+out to be damaged. `why` tells what happened in words for people.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from tmd_worker.handoff.agreement import Agreement
+from tmd_worker.handoff.transfer import Chunk, JoinerEnd, Memory, Region, TransferFailed, Work
+
+_log = logging.getLogger(__name__)
+
+
+class Puller:
+    """One handoff, on the joiner."""
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        exports: Mapping[str, Sequence[Region]],
+        memory: Sequence[Memory],
+        landed: Callable[[Chunk], None],
+        timeout_s: float,
+    ) -> None:
+        """`exports`: by transport; one that is not there could not export. `landed`: see Work."""
+        self._agreement = agreement
+        self._exports = exports
+        self._memory = memory
+        self._landed = landed
+        self._timeout_s = timeout_s
+        self._broken = False
+        self._spare_connected = agreement.end is agreement.spare
+        self.why = agreement.why
+        self.bytes_by_transport: collections.Counter[str] = collections.Counter()
+
+    def move(self, chunks: Sequence[Chunk]) -> None:
+        agreement = self._agreement
+        work = Work(chunks, self._count)
+        if not self._broken:
+            self._under_way = agreement.transport
+            try:
+                self._read(agreement.transport, agreement.end, work)
+                return
+            except TransferFailed as error:
+                if agreement.end is agreement.spare:
+                    raise
+                self._broken = True
+                _log.warning("a handoff goes on over %s: %s", agreement.spare_name, error)
+                self.why += f"; {error}; the rest, {work.missing} of {len(chunks)} chunks, went over {agreement.spare_name}"
+        if not self._spare_connected:
+            agreement.spare.connect(agreement.spare_words, self._timeout_s)
+            self._spare_connected = True
+        self._under_way = agreement.spare_name
+        self._read(agreement.spare_name, agreement.spare, work)
+
+    def _read(self, name: str, end: JoinerEnd, work: Work) -> None:
+        if name not in self._exports:
+            raise TransferFailed(f"{name}: the source could not export its memory")
+        end.read(self._exports[name], self._memory, work, self._timeout_s)
+        if work.missing:
+            raise TransferFailed(f"{name}: {work.missing} chunks were not moved")
+
+    def _count(self, chunk: Chunk) -> None:
+        self.bytes_by_transport[self._under_way] += chunk.size_bytes
+        self._landed(chunk)
