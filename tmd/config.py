@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from tmd.config_file import ConfigFile, UnreadableFile
+from tmd.core.handoff_settings import HandoffSettings
 from tmd.core.health_policy import BadPattern, HealthSettings, Pattern
 from tmd.core.settings import CoreSettings
 from tmd.nodes.local_state import LocalSettings
@@ -119,6 +120,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     daemon: DaemonSettings = DaemonSettings()
     core: CoreSettings = CoreSettings()
     health: HealthSettings = HealthSettings()
+    handoff: HandoffSettings = HandoffSettings()
     local: LocalSettings = LocalSettings()
     slurm: SlurmSettings = SlurmSettings()
 
@@ -239,6 +241,7 @@ def load_with_origins(
         daemon=DaemonSettings(**reading.values["daemon"]),
         core=CoreSettings(**reading.values["core"]),
         health=HealthSettings(**reading.values["health"]),
+        handoff=HandoffSettings(**reading.values["handoff"]),
         local=LocalSettings(**reading.values["local"]),
         slurm=SlurmSettings(**reading.values["slurm"]),
     )

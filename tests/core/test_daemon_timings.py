@@ -9,6 +9,7 @@ import pytest
 from tests.core.daemon_rig import STEP_S, Cluster
 from tmd.core.records import PHASES
 from tmd.core.timings import CommitLog, Window, phases
+from tmd.protocol.handoff import HandoffReport
 
 
 def running(**settings: Any) -> Cluster:
@@ -158,6 +159,10 @@ def test_a_planned_move_shows_what_the_stayers_and_the_joiner_counted() -> None:
     migration_id = moving(cluster)
     joiner = next(rank for rank in cluster.agents["n3"].ranks() if rank.core.rank == 1)
     joiner.core.count("state_bytes", 1 << 20)
+    report = HandoffReport(
+        transport="tcp", why="rdma has no device here", source="rank 1 on n1", bytes_by_transport={"tcp": 1 << 20}
+    )
+    joiner.core.handoff = report
     for rank in (0, 2):
         cluster.member(rank).core.count("stayer_links_reopened", 3)
         cluster.member(rank).core.count("survivor_links_reopened", 7)
@@ -166,6 +171,7 @@ def test_a_planned_move_shows_what_the_stayers_and_the_joiner_counted() -> None:
     after(cluster)
     migration = cluster.ledger.migrations[migration_id]
     assert (migration.stayer_links_reopened, migration.bytes_moved) == (3, 1 << 20)
+    assert migration.handoffs == {1: report}
 
 
 def test_a_recovery_shows_the_links_that_the_survivors_opened_anew() -> None:

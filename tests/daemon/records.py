@@ -6,6 +6,7 @@ from typing import Any
 
 from tmd.core.instructions import Persist
 from tmd.core.records import EventRecord, JobRecord, MigrationRecord, NodeRecord, RankRecord
+from tmd.protocol.handoff import HandoffReport
 from tmd.protocol.membership import Member, Membership, Plan, Resolution
 
 
@@ -101,6 +102,15 @@ def migration(**changes: Any) -> MigrationRecord:
         "stayer_links_reopened": 3,
         "bytes_moved": 1 << 40,
         "record_origin": "exact",
+        "handoffs": {
+            1: HandoffReport(
+                transport="tcp",
+                why="rdma cannot be used here",
+                source="rank 1 on n1",
+                bytes_by_transport={"tcp": 5},
+                parts_s={"bytes": 0.5},
+            )
+        },
         "started_s": 5.5,
         "ended_s": 6.5,
         "attempt": 2,

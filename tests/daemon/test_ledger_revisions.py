@@ -19,7 +19,7 @@ from tmd.ledger import revisions, schema
 from tmd.ledger.ledger import Ledger, upgrade
 from tmd.ledger.revisions import UnknownRevision
 
-NEWEST = "0003"
+NEWEST = "0004"
 
 
 def differences(connection: Connection) -> list[object]:

@@ -168,10 +168,11 @@ def show_migrations(views: list[dict[str, Any]], *, title: str = "") -> None:
         row = (record["migration_id"], record["job_id"], record["kind"], record["state"], list(record["leavers"]))
         places = (record["from_nodes"], record["to_nodes"])
         phases = tuple(ms(record["phases_s"].get(phase)) for phase in PHASES)
+        transports = sorted({handoff["transport"] for handoff in (record.get("handoffs") or {}).values()})
         costs = (ms(record["downtime_s"]), record["downtime_steps"], ms(record["lost_time_s"]), record["steps_redone"])
-        rows.append((*row, *places, *phases, *costs, record["reason"] or view["sentence"]))
+        rows.append((*row, *places, *phases, *costs, transports, record["reason"] or view["sentence"]))
     headers = ("migration", "job", "kind", "state", "ranks", "from", "to", *(f"{phase} (ms)" for phase in PHASES))
-    headers += ("downtime (ms)", "downtime (steps)", "lost time (ms)", "steps redone", "now")
+    headers += ("downtime (ms)", "downtime (steps)", "lost time (ms)", "steps redone", "transport", "now")
     show(Listing(headers, rows, title=title, empty="no migrations" if not title else "none"))
 
 
@@ -198,8 +199,20 @@ def show_migration(view: dict[str, Any]) -> None:
             ("stayer links reopened", record["stayer_links_reopened"]),
             ("moved (bytes)", record["bytes_moved"]),
             ("small state", record["record_origin"]),
+            *(line for rank, handoff in (record.get("handoffs") or {}).items() for line in _handoff(rank, handoff)),
         ]
     )
+
+
+def _handoff(rank: str, handoff: dict[str, Any]) -> list[tuple[str, object]]:
+    moved = ", ".join(f"{count} by {transport}" for transport, count in handoff["bytes_by_transport"].items())
+    parts = ", ".join(f"{part} {ms(seconds)}" for part, seconds in handoff["parts_s"].items())
+    return [
+        (f"rank {rank}: state by", f"{handoff['transport']}, from {handoff['source']}"),
+        (f"rank {rank}: because", handoff["why"]),
+        (f"rank {rank}: bytes", moved or NOTHING),
+        (f"rank {rank}: parts (ms)", parts),
+    ]
 
 
 def show_story(answer: dict[str, Any]) -> None:

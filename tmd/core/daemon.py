@@ -38,6 +38,7 @@ from tmd.core.settings import CoreSettings
 from tmd.core.views import FindingView, JobView, MigrationView, NodeView, RankView
 from tmd.protocol.agent import AgentHello, AgentStatus, AgentWelcome
 from tmd.protocol.codec import PROTOCOL
+from tmd.protocol.handoff import HandoffTerms
 from tmd.protocol.health import HealthReport
 from tmd.protocol.keys import fingerprint
 
@@ -58,11 +59,13 @@ class DaemonCore:
         snapshot: LedgerSnapshot | None = None,
         agents_hold_nodes: bool = False,
         health: HealthSettings | None = None,
+        handoff: HandoffTerms | None = None,
     ) -> None:
         """`agents_hold_nodes`: the resource manager says what each job holds (see `allocation`), and agents of the job change
         it; else nodes are given back to it by ReleaseNode. Raises BadPattern for health settings that were not checked."""
         snapshot = snapshot or LedgerSnapshot()
         self._settings = settings
+        self._handoff = handoff or HandoffTerms()
         self._journal = Journal(snapshot.last_event_id)
         self._sequence = directives.Sequence(generation)
         self._paused = snapshot.paused
@@ -324,6 +327,7 @@ class DaemonCore:
             hold_limit_s=self._settings.hold_limit_s,
             job_key=job.record.job_key,
             observe_only=self._settings.observe_only,
+            handoff=self._handoff,
         )
         return self._carry_on(now, job, greeting=WelcomeAgent(agent.agent_id, welcome))
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from tmd.protocol.handoff import HandoffReport
 from tmd.protocol.membership import Membership, Plan, Resolution
 
 JobState = Literal["forming", "installing", "running", "recovering", "restarting", "finishing", "done", "failed"]
@@ -105,6 +106,8 @@ class MigrationRecord(msgspec.Struct, frozen=True, kw_only=True):
     stayer_links_reopened: int = 0
     bytes_moved: int = 0
     record_origin: str = ""
+    #: Rank -> how its state came to the joiner; None: not known (yet).
+    handoffs: dict[int, HandoffReport] | None = None
     started_s: float = 0.0
     ended_s: float | None = None
     attempt: int = 1

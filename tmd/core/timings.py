@@ -190,6 +190,13 @@ def complete(
     origins = {process.report.record_origin for process in holders if process.incarnation in window.joiners} - {""}
     if origins:  # a stayer may tell of the first step before the joiner tells where its state came from
         changes["record_origin"] = ", ".join(sorted(origins))
+    handoffs = {
+        process.report.rank: process.report.handoff
+        for process in holders
+        if process.incarnation in window.joiners and process.report.rank is not None and process.report.handoff is not None
+    }
+    if handoffs:
+        changes["handoffs"] = handoffs
     before = commits.before(after.step)
     if before is not None and normal is not None:
         downtime_s = max(0.0, (after.time_s - before.time_s) - (after.step - before.step) * normal)

@@ -124,7 +124,12 @@ async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: co
     snapshot = await ledger.load_snapshot()
     in_slurm = config.daemon.resource_manager == "slurm"
     core = DaemonCore(
-        config.core, generation=ledger.generation, snapshot=snapshot, agents_hold_nodes=in_slurm, health=config.health
+        config.core,
+        generation=ledger.generation,
+        snapshot=snapshot,
+        agents_hold_nodes=in_slurm,
+        health=config.health,
+        handoff=config.handoff.terms(),
     )
     stores, tokens, changes = RendezvousStores(ledger), Tokens(config.state_dir), Changes()
     proofs = _proofs(config)
