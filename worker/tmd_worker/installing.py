@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -62,6 +63,8 @@ class Installer:
         self._on_role = on_role
         self._transports = transports
         self._subscription: tuple[int, socket.socket] | None = None
+        #: Plan -> set once its joiner here has agreed with the leaver on a transport, or will not.
+        self._prepared: dict[int, threading.Event] = {}
 
     # ---------------------------------------------------------------- links
 
@@ -110,12 +113,23 @@ class Installer:
         core = self._runtime.core
         try:
             opened = self._fabric.stage(plan, rank, STAGING_TIMEOUT_S)
+            if plan.successor.members[rank].incarnation == self._runtime.welcome.incarnation and rank in plan.leavers:
+                self._await_prepared(plan.plan_id)
         except (LinkError, CannotConnect) as error:  # the links of now go on, whereas without any an epoch needs another process
             _log.warning("rank %s: plan %s: links not staged: %s", rank, plan.plan_id, error)
             self._runtime.tell(core.stage_failed, plan.plan_id, str(error))
         else:
             faults.point("staged")
             self._runtime.tell(core.staged, plan.plan_id, opened)
+
+    def _await_prepared(self, plan_id: int) -> None:
+        """Nobody flips before the joiner could read at once: agreeing on a transport is none of the pause. Raises LinkError."""
+        if not self._prepared_of(plan_id).wait(STAGING_TIMEOUT_S):
+            raise LinkError(f"plan {plan_id}: the leaver did not agree on a transport within {STAGING_TIMEOUT_S:.0f} s")
+
+    def _prepared_of(self, plan_id: int) -> threading.Event:
+        with self._runtime.changed:
+            return self._prepared.setdefault(plan_id, threading.Event())
 
     # ---------------------------------------------------------------- state, unplanned
 
@@ -186,6 +200,8 @@ class Installer:
         except (StateError, OSError) as error:
             self._report_no_state(epoch, rank, error)
             return
+        finally:
+            self._prepared_of(plan.plan_id).set()
         faults.point("state.loaded")
         self._keep_own_record(step)
         self._runtime.tell(core.state_loaded, epoch, step, "exact")
@@ -199,6 +215,7 @@ class Installer:
             with self._runtime.changed:
                 self._subscription = (plan.plan_id, sock)
             with closing(self._agree(sock, leaver)) as agreement:
+                self._prepared_of(plan.plan_id).set()
                 if not self._await_ready(sock, lambda: True):
                     raise TransferBroken(f"the leaver called plan {plan.plan_id} off before its flip")
                 faults.point("state.loading")
