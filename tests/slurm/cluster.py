@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests.slurm import database
-from tests.slurm.files import Options, Places, choose_places, slurm_conf, write_all
+from tests.slurm.files import Options, Places, choose_places, installed_release, slurm_conf, write_all
 from tests.slurm.processes import Processes
 from tests.slurm.users import User, user
 
@@ -51,7 +51,10 @@ class SlurmCluster:
         self.options = options or Options()
         #: Before the machine's own: where commands and daemons are looked for.
         self.path = [str(self.options.prefix / name) for name in ("bin", "sbin")] if self.options.prefix else []
-        self.version = self._version()
+        #: As in "22.05.8".
+        self.release = installed_release(self.options.prefix)
+        major, minor = self.release.split(".")[:2]
+        self.version = (int(major), int(minor))
         self.folder = Path(tempfile.mkdtemp(prefix="tmd-slurm-"))
         # Jobs of other users must come through, to `shared`.
         self.folder.chmod(0o755)
@@ -141,6 +144,10 @@ class SlurmCluster:
             _end(command)
         self._commands.clear()
         self.wait_for(self._settled, "no job and every node to be IDLE")
+        # A slurmctld that was killed gives the numbers of its last jobs away again, and a job that may not write over another
+        # user's output fails with 0:53.
+        for output in self.places.shared.glob("slurm-*.out"):
+            output.unlink()
 
     def _settled(self) -> bool:
         jobs = self.run("squeue", "-h", "-o", "%i").stdout.split()
@@ -221,6 +228,14 @@ class SlurmCluster:
         """Of its commands, as tmd's `bin_dir` in [slurm]: empty for the machine's own Slurm."""
         return str(self.options.prefix / "bin") if self.options.prefix else ""
 
+    def identity(self, who: Who, env: Mapping[str, str] | None) -> dict[str, object]:
+        """What subprocess needs to start a command as somebody."""
+        base = self.env | dict(env or {})
+        if who is None:
+            return {"env": base}
+        other: User = user(who)
+        return {"env": base | other.env, "user": other.uid, "group": other.gid, "extra_groups": []}
+
     def run(
         self,
         *argv: str,
@@ -239,7 +254,7 @@ class SlurmCluster:
             input=stdin or "",
             timeout=timeout_s,
             cwd=cwd or self.places.shared,
-            **self._identity(user, env),
+            **self.identity(user, env),
         )
         assert not check or done.returncode == 0, f"{' '.join(argv)}: exit {done.returncode}\n{done.stdout}{done.stderr}"
         return done
@@ -255,7 +270,7 @@ class SlurmCluster:
                 text=True,
                 cwd=self.places.shared,
                 start_new_session=True,
-                **self._identity(user, env),
+                **self.identity(user, env),
             )
         )
         return self._commands[-1]
@@ -326,23 +341,6 @@ class SlurmCluster:
             return self.run(*argv, check=False, timeout_s=5.0).returncode == 0
         except subprocess.TimeoutExpired:
             return False
-
-    def _identity(self, who: Who, env: Mapping[str, str] | None) -> dict[str, object]:
-        """What subprocess needs to start a command as somebody."""
-        base = self.env | dict(env or {})
-        if who is None:
-            return {"env": base}
-        other: User = user(who)
-        return {"env": base | other.env, "user": other.uid, "group": other.gid, "extra_groups": []}
-
-    def _version(self) -> tuple[int, int]:
-        path = os.pathsep.join([*self.path, os.environ.get("PATH", ""), "/usr/sbin"])
-        program = shutil.which("slurmctld", path=path)
-        assert program is not None, "these tests need a real Slurm, slurmctld is missing: run scripts/setup-slurm"
-        text = subprocess.run([program, "-V"], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S).stdout
-        found = re.search(r"(\d+)\.(\d+)", text)
-        assert found is not None, f"slurmctld -V says {text!r}"
-        return int(found[1]), int(found[2])
 
 
 def _listens(port: int) -> bool:

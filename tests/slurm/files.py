@@ -6,7 +6,10 @@ import contextlib
 import dataclasses
 import os
 import random
+import re
+import shutil
 import socket
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,12 +36,25 @@ def plugin_dir(prefix: Path | None) -> Path:
     return found[0]
 
 
+def installed_release(prefix: Path | None) -> str:
+    """Of the Slurm there, or of the machine's: "22.05.8" for example."""
+    folders = ([str(prefix / "sbin")] if prefix is not None else []) + [os.environ.get("PATH", ""), "/usr/sbin"]
+    program = shutil.which("slurmctld", path=os.pathsep.join(folders))
+    assert program is not None, "these tests need a real Slurm, slurmctld is missing: run scripts/setup-slurm"
+    text = subprocess.run([program, "-V"], capture_output=True, text=True, timeout=20).stdout
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    assert found is not None, f"slurmctld -V says {text!r}"
+    return found[0]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """What may differ between clusters."""
 
     nodes: int = 4
     cpus_per_node: int = 4
+    #: Gres of each node, as in "gpu:2"; gres.conf comes with `files`.
+    gres: str = ""
     #: More lines of slurm.conf. A key that is already there is replaced by it.
     slurm_conf: str = ""
     #: plugstack.conf, as text: which SPANK plugins are loaded.
@@ -191,6 +207,7 @@ def slurm_conf(options: Options, places: Places) -> str:
     replaced = {line.partition("=")[0].strip().lower() for line in options.slurm_conf.splitlines()}
     lines = [f"{key}={value}" for key, value in keys.items() if key.lower() not in replaced]
     shape = f"CPUs={options.cpus_per_node} CoresPerSocket={options.cpus_per_node} RealMemory=4000 State=UNKNOWN"
+    shape += f" Gres={options.gres}" if options.gres else ""
     for index, (name, port) in enumerate(zip(options.node_names, places.slurmd_ports, strict=True)):
         address = f"127.0.0.{FIRST_ADDRESS + index}"
         lines.append(f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} {shape}")

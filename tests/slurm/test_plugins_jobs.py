@@ -162,7 +162,9 @@ def described(cluster: SlurmCluster, shape: str) -> dict[str, object]:
     own, tasks = seen(finished(cluster, script, *shape.split()))
     of_step = {name: value for name, value in environment(Path(f"{shown}.step").read_text()).items() if name not in OF_A_RUN}
     job = re.sub(
-        r"(\w+Time|JobId|SLUID|LastSchedEval|Scheduler|Priority|AllocNode:Sid)=\S+|slurm-\d+", r"\1", Path(f"{shown}.job").read_text()
+        r"(\w+Time|JobId|SLUID|LastSchedEval|Scheduler|Priority|AllocNode:Sid)=\S+|slurm-\d+",
+        r"\1",
+        Path(f"{shown}.job").read_text(),
     )
     return {"environment": own, "tasks": tasks, "step": of_step, "job": job.split()}
 

@@ -199,7 +199,7 @@ async def _run(command: Sequence[str], *, cwd: str | None = None) -> str:
         async with asyncio.timeout(COMMAND_TIMEOUT_S):
             printed, said = await process.communicate()
     except TimeoutError:
-        raise CommandFailed(f"{command[0]} has not answered for {COMMAND_TIMEOUT_S:g} s: is slurmctld up?") from None
+        raise CommandFailed(f"{command[0]} has not answered for {COMMAND_TIMEOUT_S:g} s: are slurmctld and munged up?") from None
     finally:
         _kill(process)
     if process.returncode != 0:
