@@ -253,6 +253,16 @@ def test_ranks_leave_a_node_that_slurm_has_cut_out_though_its_agent_speaks() -> 
     assert "no longer part of the job's allocation" in cluster.migration().trigger
 
 
+def test_a_node_that_was_cut_out_and_is_then_called_down_is_left_all_the_same() -> None:
+    """Slurm says so in this order, or tmd asks in this order; the agent speaks on."""
+    cluster = running()
+    cluster.held.add("state")
+    cluster.allocate("n0", "n2", "n3")
+    assert cluster.migration().ended_s is None
+    cluster.do(cluster.daemon.node_state(cluster.now, "n1", "down", "Not responding"))
+    assert cluster.migration().ended_s is None, cluster.migration().reason
+
+
 def test_a_node_that_is_called_down_but_speaks_is_left_in_order() -> None:
     cluster = running()
     cluster.do(cluster.daemon.node_state(cluster.now, "n1", "down", "not responding"))

@@ -227,12 +227,12 @@ def _why_leave(job: Job, now: float, node: str) -> str | None:
         return record.reason or "no reason given"
     if record.use != "training":
         return None
+    if job.has_lost(node):
+        return "it is no longer part of the job's allocation, though its agent speaks"
     if record.state == "down":
         believed_s = job.drained_since_s.get(node, now) + job.settings.heartbeat_timeout_s
         job.wake_at(max(believed_s, now + job.settings.heartbeat_s))
         return f"it is down, though its agent speaks: {record.reason or 'no reason given'}" if now >= believed_s else None
-    if job.has_lost(node):
-        return "it is no longer part of the job's allocation, though its agent speaks"
     return None
 
 
