@@ -179,7 +179,16 @@ class SlurmCluster:
         """Puts `lines` in the place of options.slurm_conf, and lets all daemons read that."""
         self.options = dataclasses.replace(self.options, slurm_conf=lines)
         self.places.slurm_conf.write_text(slurm_conf(self.options, self.places))
+        starts = self._slurmd_starts()
         self.run("scontrol", "reconfigure")
+        if self.version >= (23, 11):
+            # Every daemon executes itself anew, and a slurmd that is told once more meanwhile is killed by that.
+            self.wait_for(lambda: all(now > starts[node] for node, now in self._slurmd_starts().items()), "slurmd to start anew")
+
+    def _slurmd_starts(self) -> dict[str, int]:
+        """How often each has started, as its log says."""
+        logs = {node: self.places.slurmd_log(node) for node in self.options.node_names}
+        return {node: log.read_text().count(" slurmd started on ") for node, log in logs.items()}
 
     # ---------------------------------------------------------------- nodes
 

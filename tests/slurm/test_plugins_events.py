@@ -162,7 +162,7 @@ def test_a_restarted_slurmctld_says_so_and_goes_on(standby_cluster: SlurmCluster
 
 def test_reconfiguring_interrupts_nothing(standby_cluster: SlurmCluster, events: Events) -> None:
     for number in range(5):
-        standby_cluster.run("scontrol", "reconfigure")
+        standby_cluster.reconfigure(standby_cluster.options.slurm_conf)
         drain(standby_cluster, "n2", f"after {number}")
         events.wait(node="n2", reason=f"after {number}")
 
@@ -174,6 +174,8 @@ def test_the_plugin_is_let_go_and_taken_up_again_while_slurmctld_runs(standby_cl
         drain(standby_cluster, "n1", f"unseen {number}")
         standby_cluster.reconfigure(standby_cluster.options.slurm_conf.replace("\nJobSubmitPlugins=lua", ""))
         events.wait(event="resync", lost=0)
+        # On 25.11 this is a new slurmctld, which resumes no node before that has answered.
+        standby_cluster.wait_state("n1", "IDLE+DRAIN")
         resume(standby_cluster, "n1")
         events.wait(node="n1", flags=[])
 
