@@ -8,6 +8,7 @@ from typing import Any
 from tmd.core.allocation import Allocation
 from tmd.core.daemon import DaemonCore
 from tmd.core.instructions import DirectAgent, Instruction, Persist, RefuseAgent, ReleaseNode, WelcomeAgent
+from tmd.core.pool import Pool
 from tmd.core.records import EventRecord, JobRecord, LedgerSnapshot, MigrationRecord, NodeRecord, RankRecord
 from tmd.core.settings import CoreSettings
 from tmd.protocol.agent import (
@@ -306,6 +307,7 @@ class Cluster:
             "versions": {"torch": "2", "cpu_capability": "AVX2"},
             "uid": 1000,
             "launches": self.allocated,
+            "grows": self.allocated,
         }
         agent = Agent(self, AgentHello(**{**values, **changes}))
         self.agents[node] = agent
@@ -322,6 +324,11 @@ class Cluster:
         self.allocation = nodes or self.allocation
         values: dict[str, Any] = {"state": "running", "nodes": self.allocation, "batch_host": "n0"}
         self.do(self.daemon.allocation(self.now, Allocation(job_id=self.job_id, **{**values, **changes})))
+
+    def pool(self, **changes: Any) -> None:
+        """The resource manager says what the pool has: n7 and n8, both free, unless told otherwise."""
+        values: dict[str, Any] = {"name": "standby", "way": "expand", "nodes": ("n7", "n8"), "free": ("n7", "n8")}
+        self.do(self.daemon.pool(self.now, Pool(**{**values, **changes})))
 
     def order(self, kind: str) -> tuple[Agent, NodeOrder] | None:
         """The outstanding order of this kind, and who has it."""
@@ -472,8 +479,8 @@ class Cluster:
             match instruction:
                 case Persist():
                     self.ledger.write(instruction)
-                case ReleaseNode(_, node, _):
-                    self.released.append(node)
+                case ReleaseNode(job_id, node, _):
+                    self.released.append(node if job_id == self.job_id else f"{job_id}:{node}")
                 case RefuseAgent(agent_id, reason, key_fingerprint, generation):
                     self.refusals.append((key_fingerprint, generation))
                     agents[agent_id].refused = reason

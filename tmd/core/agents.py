@@ -115,7 +115,7 @@ def admit(job: Job, now: float, hello: AgentHello) -> Agent:
         agent = job.agents[hello.agent_id] = Agent(hello.agent_id, hello.node)
         job.tell(now, hello.node, "agent", f"agent {hello.agent_id} of {hello.node} is here")
     agent.labels = dict(hello.labels)
-    agent.launches, agent.launched = hello.launches, hello.launched
+    agent.launches, agent.launched, agent.grows = hello.launches, hello.launched, hello.grows
     agent.connected = True
     agent.reported = False
     agent.connected_s = agent.heard_s = now

@@ -27,6 +27,13 @@ class Allocation(msgspec.Struct, frozen=True, kw_only=True):
     preempted_s: float | None = None
     #: The reservation that the job runs in; empty: none.
     reservation: str = ""
+    #: Whose job it is, by name.
+    user: str = ""
+    #: The standby nodes that it asked for; `pooled`: of the pool, when it needs one, else as nodes of its own from its start.
+    standby: int = 0
+    pooled: bool = False
+    #: Those of `nodes` that belong to companion jobs of the same user -> that job's id.
+    companions: dict[str, str] = {}
 
     @property
     def live(self) -> bool:

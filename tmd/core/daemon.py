@@ -31,6 +31,7 @@ from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, Welcome
 from tmd.core.job import Job
 from tmd.core.journal import Journal
 from tmd.core.maintenance import Maintenance, MaintenanceBook
+from tmd.core.pool import Pool, PoolBook
 from tmd.core.reconcile import reconcile
 from tmd.core.records import LedgerSnapshot, MigrationRecord, NodeState
 from tmd.core.requests import Refused
@@ -71,8 +72,9 @@ class DaemonCore:
         self._paused = snapshot.paused
         self._jobs = {record.job_id: restore.restore_job(record, snapshot, settings, self._journal) for record in snapshot.jobs}
         self._agents_hold_nodes = agents_hold_nodes
+        self._pool = PoolBook(self._jobs)
         for job in self._jobs.values():
-            job.agents_hold_nodes = agents_hold_nodes
+            job.agents_hold_nodes, job.pool = agents_hold_nodes, self._pool
         #: Agent -> its job.
         self._job_of = {agent_id: job for job in self._jobs.values() for agent_id in job.agents}
         #: Jobs whose agents come although they run under another ledger: what is said of them, and when they came last.
@@ -104,7 +106,7 @@ class DaemonCore:
             return self._refuse(now, hello, self._strangers[hello.job_id][0])
         if job is None:
             job = Job(agents.new_job(now, hello, job_key), self._settings, self._journal)
-            job.agents_hold_nodes = self._agents_hold_nodes
+            job.agents_hold_nodes, job.pool = self._agents_hold_nodes, self._pool
         reason = agents.fence_reason(job, hello) or agents.difference(job.record, hello) or agents.crowded_out(job, hello, now)
         if reason is not None:
             return self._refuse(now, hello, reason, job)
@@ -168,6 +170,12 @@ class DaemonCore:
             return []
         holding.take(job, now, word, self._node_states)
         return self._carry_on(now, job)
+
+    def pool(self, now: float, word: Pool) -> list[Instruction]:
+        """What the pool of standby nodes has by the resource manager's word. Jobs that need a node of it take one."""
+        self._begin(now)
+        self._pool.word = word
+        return self._carry_on(now, *(job for job in self._jobs.values() if not job.over))
 
     # ---------------------------------------------------------------- health
 

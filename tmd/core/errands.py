@@ -16,25 +16,25 @@ def begin(job: Job, now: float, errand: Errand, kind: OrderKind, nodes: Collecti
     if now < errand.retry_at_s:
         job.wake_at(errand.retry_at_s)
         return False
-    able = _able(job, now, nodes)
+    able = _able(job, now, kind, nodes)
     if not able:
         return False
     agent = able[errand.failures % len(able)]
     event = job.tell(now, " ".join(nodes), kind, f"{agent.node} is to {_words(kind, nodes)}")
     errand.order_id, errand.agent_id, errand.since_s = f"o{event}", agent.agent_id, now
-    errand.nodes = tuple(nodes)
+    errand.kind, errand.nodes = kind, tuple(nodes)
     job.stale = True
     return True
 
 
-def _able(job: Job, now: float, nodes: Collection[str]) -> list[Agent]:
+def _able(job: Job, now: float, kind: OrderKind, nodes: Collection[str]) -> list[Agent]:
     """Agents that can do something about these nodes, best first: on a node that stays, then one of the job's own step."""
     batch_host = job.allocation.batch_host if job.allocation is not None else ""
     able = [
         agent
         for agent in job.agents.values()
         if agent.serves and agent.launches and agent.connected and agent.reported and agent.node not in nodes
-        if now - agent.heard_s < job.settings.heartbeat_timeout_s
+        if now - agent.heard_s < job.settings.heartbeat_timeout_s and (agent.grows or kind in ("launch", "release"))
     ]
     return sorted(able, key=lambda agent: (agent.node != batch_host, _leaves(job, agent.node), agent.launched, agent.node))
 
@@ -44,7 +44,13 @@ def _leaves(job: Job, node: str) -> bool:
 
 
 def _words(kind: OrderKind, nodes: Collection[str]) -> str:
-    return f"start an agent on {', '.join(nodes)}" if kind == "launch" else f"give {', '.join(nodes)} back"
+    named = ", ".join(nodes)
+    return {
+        "launch": f"start an agent on {named}",
+        "release": f"give {named} back",
+        "expand": f"take {named} from the pool into the job",
+        "companion": f"take {named} from the pool by a companion job",
+    }[kind]
 
 
 def look(job: Job, now: float, errand: Errand) -> None:
@@ -115,9 +121,8 @@ def note_ended(job: Job, now: float, agent: Agent) -> None:
 
 def orders_for(job: Job, agent: Agent) -> tuple[NodeOrder, ...]:
     """What this agent is to do."""
-    launches = [_order("launch", errand) for errand in job.launches.values() if errand.agent_id == agent.agent_id]
-    return (*launches, *([_order("release", job.shrink)] if job.shrink.agent_id == agent.agent_id else []))
-
-
-def _order(kind: OrderKind, errand: Errand) -> NodeOrder:
-    return NodeOrder(order_id=errand.order_id, kind=kind, nodes=errand.nodes)
+    given = [errand for errand in (*job.launches.values(), job.shrink, job.growth) if errand.agent_id == agent.agent_id]
+    return tuple(
+        NodeOrder(order_id=errand.order_id, kind=errand.kind, nodes=errand.nodes, reservation=errand.reservation)
+        for errand in given
+    )

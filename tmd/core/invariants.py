@@ -119,6 +119,12 @@ def _check_errands(job: Job) -> None:
     """Nobody is told to start what is there, nor to give back what is used or cannot be given back."""
     if job.over or job.stale:
         return
+    growth = job.growth
+    if growth.order_id:
+        assert growth.kind in ("expand", "companion"), f"the growth is a {growth.kind}"
+        assert len(growth.nodes) == 1, f"the growth is by {growth.nodes}"
+        exclusive = not (growth.kind == "expand" and job.shrink.order_id)
+        assert exclusive, "the allocation is made larger and smaller at once"
     for node, errand in job.launches.items():
         if errand.order_id:
             assert errand.nodes == (node,), f"the launch for {node} is an order for {errand.nodes}"

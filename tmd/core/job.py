@@ -11,10 +11,12 @@ import msgspec
 
 from tmd.core.allocation import Allocation
 from tmd.core.journal import Journal
+from tmd.core.pool import PoolBook
 from tmd.core.processes import Agent, Process
 from tmd.core.records import JobRecord, MigrationRecord, NodeRecord, NodeState, RankRecord
 from tmd.core.settings import CoreSettings
 from tmd.core.timings import CommitLog, Window
+from tmd.protocol.agent import OrderKind
 from tmd.protocol.membership import Install, buddy_of, ward_of
 
 #: States in which no step was ever live since the (re)start: everybody starts fresh.
@@ -66,15 +68,18 @@ class Flight:
 
 @dataclasses.dataclass(slots=True)
 class Errand:
-    """Something that agents of the job do for it with the resource manager's commands: starting an agent on a node, or giving
-    nodes back. An attempt is one order to one agent."""
+    """Something that agents of the job do for it with the resource manager's commands: starting an agent on a node, giving nodes
+    back, or taking one from the pool. An attempt is one order to one agent."""
 
     #: The outstanding order, and who has it; empty: there is none.
     order_id: str = ""
     agent_id: str = ""
     #: When the order was given, or the errand seen to be one.
     since_s: float = 0.0
+    kind: OrderKind = "launch"
     nodes: tuple[str, ...] = ()
+    #: Where a node is taken from.
+    reservation: str = ""
     #: Attempts that failed in a row, when the next one may come, and why the last one failed.
     failures: int = 0
     retry_at_s: float = 0.0
@@ -148,6 +153,15 @@ class Job:
         #: Nodes of the allocation that need an agent; and the nodes that are to be given back.
         self.launches: dict[str, Errand] = {}
         self.shrink = Errand()
+        #: The pool that the jobs share; and the node that this one takes from it.
+        self.pool: PoolBook | None = None
+        self.growth = Errand()
+        self.growth_sentence = ""
+        #: Nodes that have come from it, and when, until their agents speak; since when there has been one too many.
+        self.grown_s: dict[str, float] = {}
+        #: Companion jobs that the resource manager was told to end.
+        self.ended_companions: set[str] = set()
+        self.superfluous_since_s: float | None = None
         #: Agent -> orders that it is to carry out no more, and since when.
         self.withdrawn: dict[str, dict[str, float]] = {}
         #: Since when, or until when last, the silence of a suspended job has been excused; None: it was not suspended.
@@ -212,6 +226,13 @@ class Job:
     def has_lost(self, node: str) -> bool:
         """By the resource manager's word the job has nodes, and this is none of them."""
         return self.allocation is not None and self.allocation.live and node not in self.allocation.nodes
+
+    def companion_of(self, node: str) -> str:
+        """The companion job that this node belongs to; empty: it is the job's own."""
+        return self.allocation.companions.get(node, "") if self.allocation is not None else ""
+
+    def is_companion(self, node: str) -> bool:
+        return bool(self.companion_of(node))
 
     def ranks_on(self, node: str) -> list[int]:
         return [rank for rank, process in self.holders().items() if process.node == node]

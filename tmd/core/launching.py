@@ -1,5 +1,5 @@
 """Every node that the job holds has an agent: where one is missing, an agent of the job is told to start it. So a standby node
-gets its first agent and a node whose agent was lost another one; what fails is tried again."""
+gets its first agent and a node whose agent was lost another one; what fails is tried again. A companion job starts its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tidy(job: Job, now: float) -> None:
 
 
 def _needs_agent(job: Job, node: str) -> bool:
-    if not job.holds(node) or job.agent_on(node) is not None:
+    if not job.holds(node) or job.agent_on(node) is not None or job.is_companion(node):
         return False
     return job.nodes[node].use != "released" and job.node_state(node) not in GOING_STATES
 
@@ -74,7 +74,7 @@ def _taken_up(job: Job, now: float, node: str, errand: Errand) -> bool:
     if found is None:
         return False
     agent, word = found
-    errand.order_id, errand.agent_id, errand.nodes = word.order_id, agent.agent_id, (node,)
+    errand.order_id, errand.agent_id, errand.nodes, errand.kind = word.order_id, agent.agent_id, (node,), "launch"
     errand.since_s = min(word.since_s, now)
     job.stale = True
     errands.look(job, now, errand)

@@ -123,6 +123,8 @@ class Agent:
     #: It can carry out orders with the resource manager's commands; and it was started by such an order.
     launches: bool = False
     launched: bool = False
+    #: It can take nodes from the pool.
+    grows: bool = False
     #: What it has said of its orders.
     orders: dict[str, OrderStatus] = dataclasses.field(default_factory=dict)
     #: Standby processes that died before they were ready, by slot.

@@ -5,7 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tmd.core import ending, forming, holding, launching, losses, planned, recovery, releasing, requests, standby, upkeep, words
+from tmd.core import (
+    ending,
+    forming,
+    growing,
+    holding,
+    launching,
+    losses,
+    planned,
+    recovery,
+    releasing,
+    requests,
+    standby,
+    upkeep,
+    words,
+)
 from tmd.core.job import Job
 from tmd.core.poison import call_off
 
@@ -37,7 +51,10 @@ def reconcile(job: Job, now: float, *, paused: bool, suspects_itself: Callable[[
         standby.keep_warm(job, now)
         upkeep.chase_retired(job, now)
         launching.advance(job, now)
+        growing.advance(job, now)
         releasing.advance(job, now)
+        if job.growth_sentence and job.vacant() and job.record.state == "recovering":
+            job.sentence = f"{job.sentence}; {job.growth_sentence}"
 
 
 def _step(job: Job, now: float, *, paused: bool, suspects_itself: Callable[[], bool]) -> str:

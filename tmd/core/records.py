@@ -77,6 +77,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     agent_id: str = ""
     reason: str = ""
+    #: Where it was taken from, if the job did not have it from its start; empty: it had.
+    origin: str = ""
     updated_s: float = 0.0
 
 

@@ -36,7 +36,7 @@ def advance(job: Job, now: float) -> None:
         errand.failures = 0
     if errand.order_id:
         errands.look(job, now, errand)
-    elif nodes:
+    elif nodes and not (job.growth.order_id and job.growth.kind == "expand"):
         errands.begin(job, now, errand, "release", nodes)
 
 
@@ -59,7 +59,11 @@ def _due(job: Job, now: float) -> list[str]:
     assert allocation is not None
     for node in [node for node in job.leaving_nodes if node not in allocation.nodes]:
         del job.leaving_nodes[node]
-    return [node for node in job.leaving_nodes if node != allocation.batch_host and _is_empty(job, now, node)]
+    return [
+        node
+        for node in job.leaving_nodes
+        if node != allocation.batch_host and not job.is_companion(node) and _is_empty(job, now, node)
+    ]
 
 
 def _is_empty(job: Job, now: float, node: str) -> bool:
@@ -87,7 +91,7 @@ def by_manager(job: Job) -> list[ReleaseNode]:
     if job.agents_hold_nodes and (job.over or job.allocation is None or job.allocation.live):
         if job.over:
             job.leaving_nodes.clear()  # what the job held ends with it
-        return []
+        return _companions(job)
     released = []
     for node, reason in list(job.leaving_nodes.items()):
         agent_id = job.nodes[node].agent_id
@@ -95,6 +99,18 @@ def by_manager(job: Job) -> list[ReleaseNode]:
         if agent is None or not agent.connected or not _runs(job, agent_id):
             del job.leaving_nodes[node]
             released.append(ReleaseNode(job.job_id, node, reason))
+    return released
+
+
+def _companions(job: Job) -> list[ReleaseNode]:
+    """Nodes of companion jobs that were given back: those jobs end with their agents, and are ended where that is not enough."""
+    released = []
+    for node, reason in job.leaving_nodes.items():
+        companion = job.companion_of(node)
+        agent = job.agents.get(job.nodes[node].agent_id)
+        if companion and companion not in job.ended_companions and (agent is None or not agent.connected):
+            job.ended_companions.add(companion)
+            released.append(ReleaseNode(companion, node, reason))
     return released
 
 
@@ -108,6 +124,8 @@ def _obstacle(job: Job, node: str) -> str:
     allocation = job.allocation
     if allocation is None:
         return "the resource manager has not said yet what the job holds"
+    if job.is_companion(node):
+        return ""
     if node == allocation.batch_host:
         return "the batch script runs there, and Slurm takes the batch host back only with the job"
     agent = job.agent_on(node)

@@ -102,10 +102,10 @@ def _check_target(job: Job, to_node: str, from_nodes: tuple[str, ...]) -> None:
 
 
 def _check_standbys(job: Job, now: float, move: Move) -> None:
-    usable = [process for process in _usable(job, now) if process.node not in move.from_nodes]
-    here = [process for process in usable if move.to_node in (None, process.node)]
+    others = [process for process in usable(job, now) if process.node not in move.from_nodes]
+    here = [process for process in others if move.to_node in (None, process.node)]
     promised = _promised(job)
-    free = max(0, min(len(here), len(usable) - len(promised)))
+    free = max(0, min(len(here), len(others) - len(promised)))
     if free < len(move.leavers):
         where = f" on {move.to_node}" if move.to_node is not None else ""
         taken = f" that is not promised to {', '.join(sorted(set(promised)))}" if promised else ""
@@ -115,7 +115,8 @@ def _check_standbys(job: Job, now: float, move: Move) -> None:
         )
 
 
-def _usable(job: Job, now: float) -> list[Process]:
+def usable(job: Job, now: float) -> list[Process]:
+    """Standbys that can take a role now or once they are warm."""
     return [*standby.ready(job, now), *standby.warming(job, now)]
 
 
@@ -236,6 +237,16 @@ def _why_leave(job: Job, now: float, node: str) -> str | None:
     return None
 
 
+def nodes_to_empty(job: Job, now: float) -> list[str]:
+    """Nodes whose ranks are to leave as soon as there are standbys for them."""
+    return [
+        node
+        for node, record in job.nodes.items()
+        if record.use == "training" and node not in job.drains_held and _why_leave(job, now, node) is not None
+        if job.drain_attempts.get(node, 0) < job.settings.migration_attempts and job.agent_on(node) is not None
+    ]
+
+
 def _drain_taken_back(job: Job, now: float, node: str) -> None:
     job.drains_held.discard(node)
     job.drain_attempts.pop(node, None)
@@ -266,10 +277,10 @@ def _empty_node(job: Job, now: float, node: str, why: str) -> str:
         return "an operator called its migration off, so its ranks stay; tmctl migrate moves them"
     if tried >= job.settings.migration_attempts:
         return f"{tried} attempts to move its ranks failed; tmctl migrate tries again"
-    usable = len([process for process in _usable(job, now) if process.node != node]) - len(_promised(job))
-    if usable < len(ranks):
+    free = len([process for process in usable(job, now) if process.node != node]) - len(_promised(job))
+    if free < len(ranks):
         held = f"{words.count(len(ranks), 'rank')} {'stays' if len(ranks) == 1 else 'stay'}"
-        return f"its {held} until there are as many standbys ({max(0, usable)} usable)"
+        return f"its {held} until there are as many standbys ({max(0, free)} usable)"
     job.drain_attempts[node] = tried + 1
     started_s = job.drained_since_s.get(node, now) if tried == 0 else now
     move = Move({rank: job.roles[rank] for rank in ranks}, (node,), None)

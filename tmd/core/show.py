@@ -121,7 +121,7 @@ def _node_sentence(job: Job, node: str) -> str:
     if agent is None or not agent.connected:
         return "its agent is not connected"
     if node in job.node_sentences:
-        return job.node_sentences[node]
+        return f"{job.node_sentences[node]}{f'; {job.growth_sentence}' if job.growth_sentence else ''}"
     if record.use == "standby" and record.state in ("draining", "drained"):
         return f"its standbys are not used: {node} is {record.state}"
     ranks = job.ranks_on(node)

@@ -53,6 +53,8 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     launches: bool = False
     #: It was started by such an agent, not by the job's own script (1.2).
     launched: bool = False
+    #: It knows how to take nodes from a reservation, too (1.2).
+    grows: bool = False
 
 
 class AgentWelcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
@@ -98,7 +100,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     rank: RankStatus | None = None
 
 
-OrderKind = Literal["launch", "release"]
+OrderKind = Literal["launch", "release", "expand", "companion"]
 
 
 class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,14 +108,17 @@ class NodeOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Unique for ever.
     order_id: str
-    #: launch: start an agent like this one on the node. release: make the job's allocation smaller by these nodes.
+    #: launch: start an agent like this one on the node. release: make the job's allocation smaller by these nodes. expand: make
+    #: it larger by the node. companion: submit a second job there whose agent serves this one. The last two only to who `grows`.
     kind: OrderKind
     nodes: tuple[str, ...]
+    #: Which reservation the node is taken from.
+    reservation: str = ""
 
 
 class OrderStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What became of an order. A launch is `running` for as long as its command lives, which is as long as the agent that it
-    started; a release is `done` once the resource manager has accepted it (1.2)."""
+    started; a release is `done` once the resource manager has accepted it, a growth once the node is had (1.2)."""
 
     order_id: str
     kind: OrderKind
