@@ -141,3 +141,90 @@ def _ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
+
+
+# -------------------------------------------------------------------- nodes from a reservation
+
+EXPAND = NodeOrder(order_id="o3", kind="expand", nodes=("n5",), reservation="standby")
+COMPANION = NodeOrder(order_id="o4", kind="companion", nodes=("n5",), reservation="standby")
+#: What `scontrol show job` says of the job, and what is asked of it otherwise goes to the file `asked`.
+SHOWS = (
+    'if [ "$1" = show ]; then printf "   Partition=gpu Account=lab QOS=(null)\\n   StdOut=/out\\n"; '
+    'else echo "$@" > asked; cp asked $TMD_TEST_FOLDER; fi'
+)
+GRANTS = 'echo "$@" > salloc; echo "salloc: Granted job allocation 12" >&2'
+
+
+def _words(path: Path) -> set[str]:
+    return set(path.read_text().split())
+
+
+async def test_a_node_comes_into_the_job_by_a_second_one_that_is_merged_into_it(rig: Rig, daemon: StandInDaemon) -> None:
+    await in_slurm(rig, daemon, scontrol=SHOWS, salloc=GRANTS, sbatch="exit 1", scancel="exit 1")
+    await direct(daemon, EXPAND)
+    await became(daemon, EXPAND, "done")
+    assert {"--nodelist=n5", "--reservation=standby", "--dependency=expand:7", "--partition=gpu", "--account=lab"} <= _words(
+        rig.folder / "salloc"
+    )
+    assert "--comment=tmd:expander=7" in _words(rig.folder / "salloc")
+    assert not [word for word in _words(rig.folder / "salloc") if word.startswith("--qos")]
+    assert (rig.folder / "asked").read_text() == "update jobid=12 NumNodes=0\n"
+
+
+async def test_what_was_granted_and_cannot_be_merged_is_ended(rig: Rig, daemon: StandInDaemon) -> None:
+    scontrol = 'if [ "$1" = show ]; then echo "   Partition=p"; else echo "Unspecified error for job 12" >&2; exit 1; fi'
+    scancel = 'echo "$@" > ended'
+    await in_slurm(rig, daemon, scontrol=scontrol, salloc=GRANTS, sbatch="exit 1", scancel=scancel)
+    await direct(daemon, EXPAND)
+    assert (await became(daemon, EXPAND, "failed")).reason == "Unspecified error for job 12"
+    assert (rig.folder / "ended").read_text() == "12\n"
+
+
+async def test_a_job_with_devices_is_not_even_tried_to_be_merged(rig: Rig, daemon: StandInDaemon) -> None:
+    """Slurm would refuse it half-way."""
+    scontrol = 'echo "   Partition=p TresPerNode=gres:gpu:8"'
+    await in_slurm(rig, daemon, scontrol=scontrol, salloc=GRANTS, sbatch="exit 1", scancel="exit 1")
+    await direct(daemon, EXPAND)
+    assert 'growth = "companion"' in (await became(daemon, EXPAND, "failed")).reason
+    assert not (rig.folder / "salloc").exists()
+
+
+async def test_slurm_s_refusal_of_a_reservation_is_the_reason(rig: Rig, daemon: StandInDaemon) -> None:
+    words = "salloc: error: Job submit/allocate failed: Access denied to requested reservation"
+    await in_slurm(rig, daemon, scontrol=SHOWS, salloc=f"echo '{words}' >&2; exit 1", sbatch="exit 1", scancel="exit 1")
+    await direct(daemon, EXPAND)
+    assert (await became(daemon, EXPAND, "failed")).reason == words
+
+
+async def test_a_companion_job_runs_an_agent_of_this_job(rig: Rig, daemon: StandInDaemon) -> None:
+    sbatch = 'echo "$@" > sbatch; cat > script; echo "$TMD_COMPANION_OF,$TMD_LAUNCHED,$SLURM_JOB_ID," > variables; echo 12'
+    squeue = 'case "$*" in *%L*) echo 1:59:00;; *) echo "RUNNING|None";; esac'
+    await in_slurm(rig, daemon, scontrol=SHOWS, squeue=squeue, sbatch=sbatch, salloc="exit 1", scancel="exit 1")
+    await direct(daemon, COMPANION)
+    await became(daemon, COMPANION, "done")
+    asked = _words(rig.folder / "sbatch")
+    assert {"--nodelist=n5", "--reservation=standby", "--time=1:59:00", "--comment=tmd:companion=7", "--output=/out"} <= asked
+    assert "--no-requeue" in asked
+    interpreter, command = (rig.folder / "script").read_text().splitlines()
+    assert interpreter == "#!/bin/sh"
+    assert command.startswith("exec srun --nodes=1 --ntasks=1 ")
+    assert str(RANK_PROGRAM) in command
+    assert (rig.folder / "variables").read_text() == "7,1,,\n"
+
+
+async def test_a_companion_job_that_does_not_run_is_ended_once_it_is_not_wanted_any_more(rig: Rig, daemon: StandInDaemon) -> None:
+    squeue = 'case "$*" in *%L*) echo UNLIMITED;; *) echo "PENDING|Resources"; touch waiting;; esac'
+    scancel = 'echo "$@" > ended'
+    await in_slurm(rig, daemon, scontrol=SHOWS, squeue=squeue, sbatch="cat >&2; echo 12", salloc="exit 1", scancel=scancel)
+    await direct(daemon, COMPANION)
+    await until("it waits", lambda: (rig.folder / "waiting").exists())
+    await direct(daemon, withdrawn=("o4",))
+    assert (await became(daemon, COMPANION, "failed")).reason == "called off"
+    assert (rig.folder / "ended").read_text() == "12\n"
+
+
+async def test_a_companion_job_that_ends_at_once_is_a_failure(rig: Rig, daemon: StandInDaemon) -> None:
+    squeue = 'case "$*" in *%L*) echo UNLIMITED;; *) echo "FAILED|NonZeroExitCode";; esac'
+    await in_slurm(rig, daemon, scontrol=SHOWS, squeue=squeue, sbatch="cat >&2; echo 12", salloc="exit 1", scancel="exit 0")
+    await direct(daemon, COMPANION)
+    assert "FAILED, NonZeroExitCode" in (await became(daemon, COMPANION, "failed")).reason

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tmd_worker.agent.settings import SettingsRefused, resolve_node_index, resolve_step
+from tmd_worker.agent.growth import JobShape, companion, outside
+from tmd_worker.agent.settings import SettingsRefused, resolve_job_id, resolve_node_index, resolve_step
 from tmd_worker.agent.slurm import SlurmStep, own_step
 
 STEP = SlurmStep(job_id="7", named="7", command=("python", "-m", "tmd_worker.agent", "train.py"), cwd="/work", nnodes=4)
@@ -113,3 +114,51 @@ def test_a_task_of_an_array_is_named_by_its_number(path: str) -> None:
 def test_a_job_that_is_not_listed_holds_nothing() -> None:
     with pytest.raises(LookupError, match="does not list job 7"):
         STEP.answer("")
+
+
+def test_an_agent_of_a_companion_job_serves_the_other_job_and_leaves_orders_to_its_agents(path: str) -> None:
+    environment = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "0", "TMD_COMPANION_OF": "7.1", "PATH": path}
+    assert resolve_job_id(None, environment) == "7.1"
+    assert own_step(environment, 4) is None
+
+
+def test_a_requeued_job_is_named_with_its_life() -> None:
+    assert resolve_job_id(None, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == "7.2"
+    assert resolve_job_id(None, {"SLURM_JOB_ID": "7"}) == "7"
+    assert resolve_job_id("mine", {"SLURM_JOB_ID": "7"}) == "mine"
+    assert resolve_job_id(None, {}) is None
+
+
+def test_who_has_no_sbatch_takes_no_nodes(path: str, tmp_path: Path) -> None:
+    environment = {"SLURM_JOB_ID": "7", "PATH": path}
+    step = own_step(environment, 4)
+    assert step is not None
+    assert not step.grows
+    for name in ("salloc", "sbatch", "scancel"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    step = own_step(environment, 4)
+    assert step is not None
+    assert step.grows
+    assert step.life == "7"
+
+
+def test_a_companion_s_node_is_like_the_job_s_others() -> None:
+    shape = JobShape.read(
+        "JobId=7 Account=lab QOS=high Partition=gpu TresPerNode=gres:gpu:8,gres:nic:1\n   StdOut=/out/a%b 7.txt\n"
+    )
+    command = companion(STEP, "n5", "standby", shape, "UNLIMITED")
+    assert {"--partition=gpu", "--account=lab", "--qos=high", "--gres=gpu:8,nic:1", "--output=/out/a%%b 7.txt"} <= set(command)
+    assert "--output=/dev/null" in companion(STEP, "n5", "standby", JobShape.read("JobId=7"), "1:00")
+
+
+def test_variables_of_the_job_s_own_step_are_no_options_of_another_job() -> None:
+    given = {
+        "SLURM_CONF": "/c",
+        "SLURM_NTASKS": "4",
+        "SBATCH_RESERVATION": "x",
+        "SPANK_X": "1",
+        "PATH": "/bin",
+        "TMD_DAEMON": "d",
+    }
+    assert outside(given) == {"SLURM_CONF": "/c", "PATH": "/bin", "TMD_DAEMON": "d"}

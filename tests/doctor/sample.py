@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tmd.config import Config
-from tmd.doctor.facts import DaemonFacts, Facts, SlurmFacts, parse_clock, parse_config
+from tmd.doctor.facts import DaemonFacts, Facts, SlurmFacts, parse_clock
+from tmd.nodes.slurm.configuration import parse_config
 
 #: `scontrol show config` of the tests' own cluster with tmd's plugins, under other paths and with another SlurmUser.
 CONFIG_22_05 = (Path(__file__).parent / "samples" / "config-22.05.txt").read_text()

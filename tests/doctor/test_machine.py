@@ -136,7 +136,7 @@ def job(name: str, *phases: str, state: Any = "running", nodes: tuple[str, ...] 
 def test_every_job_that_has_not_ended_wants_a_ready_standby() -> None:
     covered = (job("1", "building", "ready"), job("2", state="done"))
     (finding,) = check_standbys(Facts(ON_SLURM, daemon(jobs=covered)))
-    assert (finding.level, finding.seen) == ("ok", "live jobs: 1, each with a ready standby")
+    assert (finding.level, finding.seen) == ("ok", "live jobs: 1, each with a ready standby or the pool")
     (finding,) = check_standbys(Facts(ON_SLURM, daemon(jobs=(*covered, job("3", "building")))))
     assert finding.level == "warning"
     assert "job 3 has no ready standby (1 not ready)" in finding.seen
@@ -163,7 +163,7 @@ def test_jobs_of_slurm_that_count_on_tmd_in_vain_are_told() -> None:
 
     known: tuple[str, ...] = ("n3",)
     assert ["no agent of it has reached" in seen for seen in submitted("tmd:standby=1;nodes=1")] == [True]
-    assert ["from a pool" in seen for seen in submitted("site;tmd:standby=1;nodes=2;pool")] == [True]
+    assert ["no agent of it has reached" in seen for seen in submitted("site;tmd:standby=1;nodes=2;pool")] == [True]
     assert submitted("site") == []
     assert submitted("tmd:standby=1;nodes=1", state="PENDING") == []
     known = ("n1", "n2")

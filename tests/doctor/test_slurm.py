@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,12 +12,15 @@ from tests.doctor.sample import CONFIG_22_05, FACTS, daemon, slurm
 from tmd.config import Config
 from tmd.doctor.asking import Output
 from tmd.doctor.clock import check_clock, off_by_s
-from tmd.doctor.facts import Facts, SlurmFacts, parse_clock, parse_config
+from tmd.doctor.facts import Facts, SlurmFacts, parse_clock
 from tmd.doctor.findings import Finding
 from tmd.doctor.slurm_parameters import check_parameters
 from tmd.doctor.slurm_plugins import SPANK, check_events, check_job_submit, has_option, spank_file
+from tmd.doctor.slurm_pool import check_growth, check_pool
 from tmd.doctor.slurm_rights import check_rights, judge_level
-from tmd.doctor.slurm_version import check_growth, check_version
+from tmd.doctor.slurm_version import check_version
+from tmd.nodes.slurm.configuration import parse_config
+from tmd.nodes.slurm.records import SlurmJob, SlurmReservation
 from tmd.nodes.slurm.settings import SlurmSettings
 
 
@@ -53,16 +58,73 @@ def test_commands_of_another_version_than_slurmctld_are_told() -> None:
     assert "bin_dir" in finding.remedy
 
 
-def test_how_jobs_grow_is_said_as_it_is() -> None:
-    def growth(**changes: str) -> str:
-        (finding,) = check_growth(FACTS, slurm(**changes))
-        return finding.seen
+# -------------------------------------------------------------------- the pool
 
-    assert "adds no node to a running job" in growth()
-    assert "would permit expansion" in growth()
-    assert "companion job" in growth(SchedulerParameters="bf_interval=5")
-    assert "crashes" in growth(SLURM_VERSION="25.11.0")
-    assert "would permit expansion" in growth(SLURM_VERSION="25.11.0", Licenses="tmd:100")
+
+def pooled(**changes: Any) -> Facts:
+    """A configuration that names the reservation `standby`."""
+    return Facts(Config(slurm=SlurmSettings(standby_reservation="standby", **changes)))
+
+
+def test_how_jobs_grow_is_said_with_the_reason() -> None:
+    def growth(facts: Facts, **changes: str) -> Finding:
+        (finding,) = check_growth(facts, slurm(**changes))
+        return finding
+
+    assert "--standby=N gave it" in growth(FACTS).seen
+    assert "by expansion: this Slurm permits it" in growth(pooled()).seen
+    assert "by companion jobs: SchedulerParameters lacks permit_job_expansion" in (
+        growth(pooled(), SchedulerParameters="bf_interval=5").seen
+    )
+    forced = growth(pooled(growth="expansion"), GresTypes="gpu")
+    assert forced.level == "fault"
+    assert "GresTypes=gpu" in forced.seen
+    assert "companion" in forced.remedy
+
+
+def reservation(**changes: Any) -> SlurmReservation:
+    values: dict[str, Any] = {"name": "standby", "start_s": 0.0, "end_s": 4e9, "nodes": ("n5", "n6"), "flags": ("IGNORE_JOBS",)}
+    return SlurmReservation(**{**values, "users": ("alice",), "state": "ACTIVE", **changes})
+
+
+@pytest.mark.parametrize(
+    ("found", "level", "says"),
+    [
+        ((reservation(),), "ok", "standby has 2 nodes"),
+        ((reservation(name="other"),), "fault", "there is no reservation standby"),
+        ((reservation(end_s=1.0),), "fault", "has ended"),
+        ((reservation(start_s=3.9e9),), "warning", "has not begun"),
+        ((reservation(nodes=()),), "fault", "has no node"),
+    ],
+)
+def test_the_reservation_is_looked_at(found: tuple[SlurmReservation, ...], level: str, says: str) -> None:
+    finding, *_ = check_pool(pooled(), dataclasses.replace(slurm(), reservations=found))
+    assert finding.level == level
+    assert says in finding.seen
+    assert level == "ok" or "reservation" in finding.remedy
+
+
+def test_whose_jobs_may_not_use_the_reservation_is_said_by_name() -> None:
+    job = SlurmJob(
+        job_id="7",
+        state="RUNNING",
+        uid=1000,
+        user="bob",
+        restart_count=0,
+        end_s=None,
+        batch_host="n1",
+        nodes=("n1", "n2"),
+        reason="",
+        admin_comment="tmd:standby=1;nodes=2;pool",
+    )
+    slurmctld = dataclasses.replace(slurm(), jobs=(job,), reservations=(reservation(),))
+    _, finding = check_pool(pooled(), slurmctld)
+    assert "is for alice, not for bob (job 7)" in finding.seen
+    assert "Users+=bob" in finding.remedy
+    by_account = dataclasses.replace(slurmctld, reservations=(reservation(accounts=("lab",)),))
+    assert [finding.level for finding in check_pool(pooled(), by_account)] == ["ok"], "Slurm alone knows"
+    (finding,) = check_pool(FACTS, slurmctld)
+    assert "counts on a pool of nodes" in finding.seen
 
 
 # -------------------------------------------------------------------- parameters

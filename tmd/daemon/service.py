@@ -37,6 +37,7 @@ from tmd.daemon.manual_nodes import ManualNodes, routes_of_no_cluster
 from tmd.daemon.narrator import Narrator
 from tmd.daemon.node_feed import NodeFeed, Releases
 from tmd.daemon.notify import Notifier
+from tmd.daemon.pool_feed import PoolFeed
 from tmd.daemon.proofs import Proofs
 from tmd.daemon.store import RendezvousStores
 from tmd.daemon.supervision import supervised
@@ -163,6 +164,8 @@ async def _start(config: Config, ledger: Ledger, notifier: Notifier, running: co
     if isinstance(manager, SlurmNodes):
         parts["jobs"] = JobFeed(manager, loop).run()
         parts["maintenance"] = MaintenanceFeed(manager, loop).run()
+        if manager.pool is not None:
+            parts["pool"] = PoolFeed(manager.pool, loop).run()
     if notifier.watchdog_s is not None:
         parts["watchdog"] = notifier.feed_watchdog()
     for name, part in parts.items():

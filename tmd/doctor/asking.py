@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 
 from tmd.cli.client import Client, ClientError
-from tmd.doctor.facts import DaemonFacts, SlurmFacts, parse_clock, parse_config
+from tmd.doctor.facts import DaemonFacts, SlurmFacts, parse_clock
 from tmd.doctor.findings import Finding, fault
 from tmd.nodes.base import QueryFailed, ResourceManagerError
 from tmd.nodes.slurm.choice import make_client
 from tmd.nodes.slurm.client import failure
 from tmd.nodes.slurm.commands import command_env
-from tmd.nodes.slurm.records import SlurmJob
+from tmd.nodes.slurm.configuration import parse_config
+from tmd.nodes.slurm.records import SlurmJob, SlurmReservation
 from tmd.nodes.slurm.settings import SlurmSettings
 
 #: The daemon answers at once or not at all.
@@ -86,19 +87,21 @@ def ask_slurm(settings: SlurmSettings) -> SlurmFacts | Finding:
         before_s = time.time()
         text = _said(slurm_command(settings, "scontrol", "show", "config"), "scontrol show config")
         after_s = time.time()
-        client, jobs = asyncio.run(_through_client(settings))
+        client, jobs, reservations = asyncio.run(_through_client(settings))
     except ResourceManagerError as error:
         return fault("slurm", str(error), error.remedy or "see conf and bin_dir in [slurm], and that this works: scontrol ping")
     except ValueError as error:
         return fault("slurm", str(error), "see client, bin_dir and conf in [slurm]")
-    return SlurmFacts(parse_config(text), client, version, tuple(jobs), parse_clock(text), (before_s, after_s))
+    return SlurmFacts(
+        parse_config(text), client, version, tuple(jobs), parse_clock(text), (before_s, after_s), tuple(reservations)
+    )
 
 
-async def _through_client(settings: SlurmSettings) -> tuple[str, list[SlurmJob]]:
+async def _through_client(settings: SlurmSettings) -> tuple[str, list[SlurmJob], list[SlurmReservation]]:
     """Raises ValueError if the configured way cannot be gone here, ResourceManagerError."""
     client = await make_client(settings)
     try:
-        return client.description, await client.jobs()
+        return client.description, await client.jobs(), await client.reservations()
     finally:
         await client.close()
 

@@ -8,6 +8,7 @@ from tmd import __version__
 from tmd.doctor.facts import DaemonFacts, Facts
 from tmd.doctor.findings import Finding, fault, ok, skipped, warning
 from tmd.ledger.reading import JOB_ENDED
+from tmd.nodes.slurm.allocations import asked_for
 from tmd.nodes.slurm.records import SlurmJob
 
 #: What plugins/tmd_standby.lua writes into a job's AdminComment.
@@ -49,13 +50,19 @@ def check_standbys(facts: Facts) -> Iterator[Finding]:
         yield skipped("standbys", "the daemon does not answer")
         return
     live = [job for job in facts.daemon.jobs if job["record"]["state"] not in JOB_ENDED]
-    bare = [job for job in live if not any(standby["phase"] == "ready" for standby in job["standbys"])]
+    pooled = {job.job_id for job in (facts.slurm.jobs if facts.slurm is not None else ()) if asked_for(job)[1]}
+    bare = [
+        job
+        for job in live
+        if not any(standby["phase"] == "ready" for standby in job["standbys"])
+        if job["record"]["job_id"].partition(".")[0] not in pooled
+    ]
     for job in bare:
         name = job["record"]["job_id"]
         seen = f"job {name} has no ready standby ({len(job['standbys'])} not ready): a lost rank would have to wait"
         yield warning("standbys", seen, f"tmctl job show {name}; a job needs sbatch --standby=N from its start")
     if not bare:
-        yield ok("standbys", f"live jobs: {len(live)}{', each with a ready standby' if live else ''}")
+        yield ok("standbys", f"live jobs: {len(live)}{', each with a ready standby or the pool' if live else ''}")
     if facts.slurm is not None:
         yield from _asked_of_slurm(facts.slurm.jobs, facts.daemon)
 
@@ -68,13 +75,7 @@ def _asked_of_slurm(jobs: tuple[SlurmJob, ...], daemon: DaemonFacts) -> Iterator
     for job in jobs:
         if job.state != "RUNNING" or _MARK not in job.admin_comment:
             continue
-        if ";pool" in job.admin_comment:
-            yield warning(
-                "standbys",
-                f"job {job.job_id} counts on a pool of nodes (--standby=N:pool), and this tmd takes no node from a pool",
-                "submit it with --standby=N",
-            )
-        elif reached.isdisjoint(job.nodes):
+        if reached.isdisjoint(job.nodes):
             yield warning(
                 "standbys",
                 f"job {job.job_id} was submitted with --standby, and no agent of it has reached the daemon",

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from tmd.config import Config
-from tmd.doctor import asking, clock, daemon, machine, munge, slurm_parameters, slurm_plugins, slurm_rights, slurm_version
+from tmd.doctor import (
+    asking,
+    clock,
+    daemon,
+    machine,
+    munge,
+    slurm_parameters,
+    slurm_plugins,
+    slurm_pool,
+    slurm_rights,
+    slurm_version,
+)
 from tmd.doctor.facts import DaemonFacts, Facts, SlurmFacts
 from tmd.doctor.findings import Finding, fault, ok, skipped
 
@@ -19,15 +30,16 @@ Check = Callable[[Facts], Iterable[Finding]]
 CheckOfSlurm = Callable[[Facts, SlurmFacts], Iterable[Finding]]
 #: Of one check, beside the deadlines of what it asks. A file system that hangs has no other.
 CHECK_TIMEOUT_S = 30.0
-#: Slurm is asked four things in a row, each with `query_timeout_s`, and pyslurm has to be loaded.
-SLURM_QUESTIONS = 4
+#: Slurm is asked five things in a row, each with `query_timeout_s`, and pyslurm has to be loaded.
+SLURM_QUESTIONS = 5
 PYSLURM_S = 20.0
 
 _Answer = TypeVar("_Answer")
 
 _OF_SLURM: Mapping[str, CheckOfSlurm] = {
     "slurm": slurm_version.check_version,
-    "growth": slurm_version.check_growth,
+    "growth": slurm_pool.check_growth,
+    "pool": slurm_pool.check_pool,
     "job submit": slurm_plugins.check_job_submit,
     "spank": slurm_plugins.check_spank,
     "events": slurm_plugins.check_events,

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tmd.config import Config
-from tmd.nodes.slurm.records import SlurmJob
+from tmd.nodes.slurm.configuration import version_in
+from tmd.nodes.slurm.records import SlurmJob, SlurmReservation
 
-_CONFIG_LINE = re.compile(r"^(\w+(?:\[\d+\])?)\s*= ?(.*)$", re.MULTILINE)
 _TAKEN = re.compile(r"^Configuration data as of (\d+)$", re.MULTILINE)
 _USER = re.compile(r"(.*)\((\d+)\)")
-_VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +39,7 @@ class SlurmFacts:
     #: slurmctld's clock, in whole seconds since 1970, and this machine's before and after it was asked.
     clock_s: int | None = None
     asked_s: tuple[float, float] = (0.0, 0.0)
+    reservations: tuple[SlurmReservation, ...] = ()
 
     @property
     def version(self) -> tuple[int, int] | None:
@@ -75,18 +75,7 @@ class Facts:
     slurm: SlurmFacts | None = None
 
 
-def parse_config(text: str) -> dict[str, str]:
-    """`scontrol show config` as keys and values."""
-    return {key: value for key, value in _CONFIG_LINE.findall(text) if value.strip() not in ("", "(null)", "N/A")}
-
-
 def parse_clock(text: str) -> int | None:
     """When slurmctld said so, by its own clock, if the times in `scontrol show config` are numbers (SLURM_TIME_FORMAT=%s)."""
     found = _TAKEN.search(text)
     return int(found[1]) if found else None
-
-
-def version_in(text: str) -> tuple[int, int] | None:
-    """The first two numbers of a version of Slurm."""
-    found = _VERSION.search(text)
-    return (int(found[1]), int(found[2])) if found else None

@@ -1,11 +1,12 @@
-"""Which Slurm it is, how tmd asks it, and in which way jobs come by further nodes with it."""
+"""Which Slurm it is, and how tmd asks it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tmd.doctor.facts import Facts, SlurmFacts, version_in
+from tmd.doctor.facts import Facts, SlurmFacts
 from tmd.doctor.findings import Finding, fault, ok, warning
+from tmd.nodes.slurm.configuration import version_in
 
 #: Older ones print other things.
 OLDEST = (22, 5)
@@ -29,23 +30,6 @@ def check_version(_: Facts, slurm: SlurmFacts) -> Iterator[Finding]:
     if commands != slurm.version:
         seen = f"the commands are of {slurm.commands_version}, slurmctld of {told}"
         yield warning("slurm", seen, "name the directory of its own commands: bin_dir in [slurm]")
-
-
-def check_growth(_: Facts, slurm: SlurmFacts) -> Iterator[Finding]:
-    yield ok("growth", f"{GROWTH}; {possible_growth(slurm)}")
-
-
-#: What this version of tmd does.
-GROWTH = "a job's standby nodes are those that --standby=N gave it when it started, tmd adds no node to a running job"
-
-
-def possible_growth(slurm: SlurmFacts) -> str:
-    """What Slurm would allow, by its version and configuration."""
-    if "permit_job_expansion" not in slurm.words("SchedulerParameters"):
-        return "this Slurm could serve a companion job of the same user only, not an expansion"
-    if slurm.version is not None and slurm.version >= (25, 11) and "Licenses" not in slurm.config:
-        return "this Slurm permits expansion, and its slurmctld crashes on it unless jobs have a licence"
-    return "this Slurm would permit expansion"
 
 
 def _shown(version: tuple[int, int]) -> str:

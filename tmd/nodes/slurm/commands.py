@@ -84,6 +84,18 @@ class CommandClient:
         text = await self._query("scontrol", "--all", "--oneliner", "show", "reservation")
         return self._read(parsing.parse_reservations, "show reservation", text)
 
+    async def config(self) -> str:
+        """What slurmctld goes by, as text (tmd.nodes.slurm.configuration)."""
+        return await self._query("scontrol", "show", "config")
+
+    async def jobs_in(self, reservation: str) -> list[str]:
+        """The ids of jobs that wait or run in this reservation. Raises RequestRefused if there is none of this name."""
+        return (await self._query("squeue", "--all", "--noheader", "--reservation", reservation, "--format", "%A")).split()
+
+    async def cancel(self, job_id: str) -> None:
+        """Ends a job, of any user."""
+        await self._run(self._settings.change_timeout_s, "scancel", checked_job(job_id))
+
     async def set_drain(self, node: str, reason: str) -> None:
         await self._change("update", f"NodeName={checked_node(node)}", "State=DRAIN", f"Reason={one_line(reason)}")
 

@@ -19,7 +19,9 @@ from tmd.core.maintenance import Maintenance
 from tmd.nodes.base import LEAVING_FLAGS, NodeEvent, NodeView, QueryFailed, RequestRefused, UnknownJob
 from tmd.nodes.slurm import allocations
 from tmd.nodes.slurm.client import SlurmClient, checked_node
+from tmd.nodes.slurm.commands import CommandClient
 from tmd.nodes.slurm.hints import HintSocket
+from tmd.nodes.slurm.pool import SlurmPool
 from tmd.nodes.slurm.records import SlurmJob, SlurmNode
 from tmd.nodes.slurm.settings import SlurmSettings
 
@@ -34,6 +36,7 @@ class SlurmNodes:
         self._client = client
         self._bell = asyncio.Event()
         self._closed = False
+        self.pool = SlurmPool(settings, CommandClient(settings)) if settings.standby_reservation else None
         self._hints = HintSocket(Path(settings.hint_socket), self._ring) if settings.hint_socket else None
 
     async def start(self) -> None:
@@ -80,8 +83,11 @@ class SlurmNodes:
         except UnknownJob:
             return
         # The same number, requeued since, may hold the same node for another beginning.
-        if job.life == job_id and node in job.held_nodes and job.state != "COMPLETING":
-            await self.shrink(job, node)
+        if job.life != job_id or node not in job.held_nodes or job.state == "COMPLETING":
+            return
+        if self.pool is not None and await self.pool.end_companion(job.job_id):
+            return
+        await self.shrink(job, node)
 
     async def shrink(self, job: SlurmJob, node: str) -> None:
         """Takes one node from a running job; what the job still runs there is killed by Slurm.
@@ -101,7 +107,8 @@ class SlurmNodes:
 
     async def allocations(self, job_ids: Collection[str]) -> list[Allocation]:
         """What these jobs hold (tmd.daemon.job_feed.AllocationSource). Raises QueryFailed, RequestRefused."""
-        return await allocations.ask(self._client, job_ids)
+        words = await allocations.ask(self._client, job_ids)
+        return words if self.pool is None else await self.pool.complete(words)
 
     async def maintenance(self) -> list[Maintenance]:
         """What is announced (tmd.daemon.maintenance_feed.MaintenanceSource). Raises QueryFailed, RequestRefused."""

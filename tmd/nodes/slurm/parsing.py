@@ -189,6 +189,7 @@ def _parse_reservation(line: str) -> SlurmReservation:
         nodes=expand(_value(line, "Nodes", "")),
         flags=_list(_value(line, "Flags", "")),
         users=_list(_value(line, "Users", "")),
+        accounts=_list(_value(line, "Accounts", "")),
         state=_value(line, "State", ""),
     )
 

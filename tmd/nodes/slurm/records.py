@@ -74,6 +74,7 @@ class SlurmReservation(msgspec.Struct, frozen=True, kw_only=True):
     flags: tuple[str, ...]
     users: tuple[str, ...]
     state: str
+    accounts: tuple[str, ...] = ()
 
     @property
     def is_maintenance(self) -> bool:

@@ -61,6 +61,32 @@ class SlurmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = ""
 
+    standby_reservation: Annotated[
+        str,
+        Meta(
+            description="Reservation whose nodes serve as standbys for jobs that have none of their own left; see docs/slurm.md.",
+            extra={"default": "none: a job has only the standbys that --standby=N gave it", "example": '"standby"'},
+        ),
+    ] = ""
+    refill: Annotated[
+        bool,
+        Meta(
+            description="A job with --standby=N whose standby was used gets another one from the reservation at once. false: "
+            "a node is taken only when ranks must move or were lost."
+        ),
+    ] = True
+    pool_nodes_per_job: Annotated[
+        int,
+        Meta(description="How many nodes of the reservation one job may hold at a time, those that it trains on among them."),
+    ] = 4
+    growth: Annotated[
+        Literal["auto", "expansion", "companion"],
+        Meta(
+            description="How a node of the reservation comes into a job. expansion: it becomes the job's own. companion: a "
+            "second job of the same user runs there. auto: expansion where Slurm can do it; tmctl doctor says which and why."
+        ),
+    ] = "auto"
+
     def pause_s(self, cost_s: float) -> float:
         """How long after an answer that took `cost_s` the next question is due."""
         return min(max(20 * cost_s, self.poll_min_s), self.poll_max_s)

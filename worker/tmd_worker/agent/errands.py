@@ -1,4 +1,4 @@
-"""What this agent does for its job with Slurm's commands: it starts agents on other nodes, and gives nodes back.
+"""What this agent does for its job with Slurm's commands: it starts agents on other nodes, takes nodes and gives nodes back.
 
 Contract: an order is carried out once; its status says what became of it. Every command has a deadline but the srun of an agent
 that was started, which lasts as long as that agent and passes its output on; once the agent serves, it outlives its srun and this
@@ -13,16 +13,16 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from tmd.protocol.agent import NodeOrder, OrderStatus
+from tmd_worker.agent import growth
+from tmd_worker.agent.commands import COMMAND_TIMEOUT_S, CommandFailed, kill, run
 from tmd_worker.agent.logs import Label, LineCutter, LogPump, LogStream
 from tmd_worker.agent.slurm import SlurmStep
 
-#: For squeue and scontrol; slurmctld may be restarting.
-COMMAND_TIMEOUT_S = 30.0
 #: Orders that have ended and are still reported.
 ENDED_KEPT = 32
 #: Of what a command says about its failure.
@@ -31,10 +31,6 @@ _REASON_LIMIT = 500
 _CHUNK_BYTES = 1 << 16
 #: How srun ends that has lost its watchman (see `_settle`): nothing that anybody need know.
 _NO_WATCHMAN = "srun: error: write(shepherd)"
-
-
-class CommandFailed(Exception):
-    """A command of Slurm did not do what it was to do; the text is what it said."""
 
 
 class Errands:
@@ -68,6 +64,8 @@ class Errands:
         for order_id in withdrawn:
             if (srun := self._sruns.get(order_id)) is not None:
                 self._end_srun(srun)
+            elif order_id in self._tasks and self._statuses[order_id].kind in ("expand", "companion"):
+                self._tasks[order_id].cancel()
 
     async def close(self, within_s: float, *, leave: bool) -> None:
         """The agent ends. `leave`: the job goes on, so the agents that were started here do, too; else they have `within_s` to
@@ -92,8 +90,14 @@ class Errands:
                 raise CommandFailed("srun and scontrol are not to be had here: is tmd-run inside a container without them?")
             if order.kind == "launch":
                 await self._launch(self._step, order)
-            else:
+            elif order.kind == "release":
                 await self._release(self._step, order)
+            else:
+                self._say(f"taking {', '.join(order.nodes)} from reservation {order.reservation} ({order.kind})")
+                await growth.take(self._step, order, os.environ)
+        except asyncio.CancelledError:
+            self._end(order.order_id, "failed", "called off")
+            raise
         except (CommandFailed, OSError, LookupError) as failure:
             self._end(order.order_id, "failed", str(failure))
         else:
@@ -167,12 +171,12 @@ class Errands:
         """It takes SIGTERM to its step and is killed if that step does not end."""
         with contextlib.suppress(ProcessLookupError):
             srun.send_signal(signal.SIGTERM)
-        asyncio.get_running_loop().call_later(COMMAND_TIMEOUT_S / 6, _kill, srun)
+        asyncio.get_running_loop().call_later(COMMAND_TIMEOUT_S / 6, kill, srun)
 
     async def _release(self, step: SlurmStep, order: NodeOrder) -> None:
         """Raises CommandFailed, OSError, LookupError."""
-        nodes, batch_host = step.answer(await _run(step.query()))
-        held = (await _run(step.expand(nodes))).split()
+        nodes, batch_host = step.answer((await run(step.query()))[0])
+        held = (await run(step.expand(nodes)))[0].split()
         leaving = [node for node in order.nodes if node in held]
         if not leaving:
             return
@@ -183,28 +187,7 @@ class Errands:
             raise CommandFailed(f"{', '.join(leaving)} would be the last of the job: end the job instead")
         self._say(f"giving {', '.join(leaving)} back to Slurm")
         with tempfile.TemporaryDirectory(prefix="tmd-run-") as folder:  # scontrol leaves scripts of its own there
-            await _run(step.shrink(keep), cwd=folder)
-
-
-async def _run(command: Sequence[str], *, cwd: str | None = None) -> str:
-    """What a command of Slurm prints. Raises CommandFailed, OSError."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        cwd=cwd,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(COMMAND_TIMEOUT_S):
-            printed, said = await process.communicate()
-    except TimeoutError:
-        raise CommandFailed(f"{command[0]} has not answered for {COMMAND_TIMEOUT_S:g} s: are slurmctld and munged up?") from None
-    finally:
-        _kill(process)
-    if process.returncode != 0:
-        raise CommandFailed(" ".join(said.decode(errors="replace").split()) or f"{command[0]} ended with {process.returncode}")
-    return printed.decode(errors="replace")
+            await run(step.shrink(keep), cwd=folder)
 
 
 def _children(pid: int) -> list[int]:
@@ -216,9 +199,3 @@ def _children(pid: int) -> list[int]:
                 if int(file.read().rpartition(b")")[2].split()[1]) == pid:
                     found.append(int(entry.name))
     return found
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()

@@ -33,6 +33,7 @@ def first_hello(settings: DirectedSettings, agent_id: str, threads: str) -> Agen
         uid=os.getuid(),
         token=settings.token,
         launches=settings.step is not None,
+        grows=settings.step is not None and settings.step.grows,
         launched=settings.launched,
     )
 

@@ -206,12 +206,8 @@ def count_gpus(environment: Mapping[str, str]) -> int:
 
 
 def resolve_job_id(given: str | None, environment: Mapping[str, str]) -> str | None:
-    """Slurm's id gets the restart count, since a requeued job starts from its own beginning."""
-    if given or "SLURM_JOB_ID" not in environment:
-        return given or None
-    restarts = environment.get("SLURM_RESTART_COUNT", "0")
-    job_id = environment["SLURM_JOB_ID"]
-    return job_id if restarts == "0" else f"{job_id}.{restarts}"
+    """Outside Slurm somebody has to give one."""
+    return given or slurm.life(environment) or None
 
 
 def resolve_node_index(given: int | None, environment: Mapping[str, str]) -> int | None:

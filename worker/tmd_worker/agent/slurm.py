@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 #: Tells an agent that it was started by another one, so its step's numbers say nothing about its place in the job.
 LAUNCHED = "TMD_LAUNCHED"
+#: Tells an agent that its own Slurm job is but a companion of the one that it serves, which is named here as tmd does.
+COMPANION_OF = "TMD_COMPANION_OF"
 #: Variables of one step, task or node: a new step has its own, and srun would take some of them for options.
 _OF_A_STEP = ("SLURM_STEP", "SLURM_SRUN_", "SLURM_LAUNCH_", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_TASK", "SLURM_TOPOLOGY_")
 _OF_ANOTHER_LAUNCHER = ("PMI_", "PMIX_", "OMPI_", "SLURM_PMI")
@@ -35,6 +37,10 @@ class SlurmStep:
     job_id: str
     #: As scontrol names the job: a task of an array by array and number, since the array's own id means all of them.
     named: str
+    #: As tmd names it: with the number of its life behind a dot if it was requeued.
+    life: str = ""
+    #: The commands that take further nodes are to be had.
+    grows: bool = False
     #: The agent's command, as the kernel would take it.
     command: tuple[str, ...]
     cwd: str
@@ -47,11 +53,15 @@ class SlurmStep:
     binding: str = ""
 
     def launch(self, node: str) -> list[str]:
-        """The command that starts an agent on this node and lasts as long as that does."""
+        """The command that starts an agent on this node of the job and lasts as long as that does."""
+        return self.run_agent(f"--jobid={self.job_id}", f"--nodelist={node}", "--overlap")
+
+    def run_agent(self, *place: str) -> list[str]:
+        """The command that starts an agent: in its caller's allocation, unless `place` names another."""
         own = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []
         own += [f"--cpu-bind={self.binding}"] if self.binding else []
         return [
-            *("srun", f"--jobid={self.job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--overlap"),
+            *("srun", *place, "--nodes=1", "--ntasks=1"),
             *("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--input=none", "--export=ALL", f"--chdir={self.cwd}"),
             *own,
             *self.srun_options,
@@ -87,20 +97,35 @@ class SlurmStep:
         return ["scontrol", "update", f"jobid={self.named}", f"NodeList={','.join(keep)}"]
 
 
+def life(environment: Mapping[str, str]) -> str:
+    """The job that a process serves, as tmd names it: a requeued job starts from its own beginning. Empty outside Slurm."""
+    if COMPANION_OF in environment:
+        return environment[COMPANION_OF]
+    job_id, restarts = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_RESTART_COUNT", "0")
+    return job_id if restarts == "0" else f"{job_id}.{restarts}"
+
+
 def own_step(environment: Mapping[str, str], nnodes: int, srun_options: str = "", argv: Sequence[str] = ()) -> SlurmStep | None:
-    """The step that this process is part of; None outside Slurm, or where its commands are not to be had, as in most containers.
+    """The step that this process is part of; None outside Slurm, or where its commands are not to be had, as in most containers,
+    or if its job is a companion, whose agents leave orders to those of the job itself.
 
     `argv`: the process's command, by default that of this one. Raises ValueError if `srun_options` is not shell.
     """
     job_id = environment.get("SLURM_JOB_ID")
     path = environment.get("PATH")
-    if job_id is None or any(shutil.which(program, path=path) is None for program in ("srun", "scontrol", "squeue")):
+    if (
+        job_id is None
+        or COMPANION_OF in environment
+        or any(shutil.which(program, path=path) is None for program in ("srun", "scontrol", "squeue"))
+    ):
         return None
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     binding = environment.get("SLURM_CPU_BIND_TYPE", "").rstrip(":")
     return SlurmStep(
         job_id=job_id,
         named=f"{array}_{task}" if array and task else job_id,
+        life=life(environment),
+        grows=all(shutil.which(program, path=path) is not None for program in ("salloc", "sbatch", "scancel")),
         command=tuple(argv) or (sys.executable, *sys.orig_argv[1:]),
         cwd=os.getcwd(),
         nnodes=nnodes,
