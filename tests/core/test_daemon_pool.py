@@ -87,6 +87,7 @@ def test_a_drained_node_s_ranks_move_to_a_node_of_the_pool(way: str) -> None:
     assert cluster.member(1).agent.node == "n7"
     origin = cluster.ledger.nodes[cluster.job_id, "n7"].origin
     assert origin == f"reservation standby, by {'expansion' if way == 'expand' else 'companion job 12'}"
+    assert cluster.daemon.sentences()["n7"] == f"trains rank 1; from {origin}"
     assert cluster.order(way) is None
 
 

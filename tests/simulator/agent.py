@@ -63,6 +63,7 @@ class SimAgent(Actor):
             nproc_per_node=world.nproc_per_node,
             launches=world.slurm is not None,
             launched=self._launched,
+            grows=world.slurm is not None,
         )
         world.transmit(self.machine, world.daemon, world.daemon.hello, self, hello)
         world.after(world.pace("hello_again"), self, self._say_hello)

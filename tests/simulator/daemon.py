@@ -136,7 +136,10 @@ class SimDaemon(Actor):
             self._send(instruction.agent_id, "directed", instruction.directive)
         elif isinstance(instruction, ReleaseNode):
             world.note(self.name, f"releases {instruction.node}: {instruction.reason}")
-            world.checks.released(instruction.node)
+            if world.slurm is not None and world.slurm.pool is not None:
+                world.slurm.pool.end_companion(instruction.job_id, instruction.node)
+            else:
+                world.checks.released(instruction.node)
 
     def _send(self, agent_id: str, message: str, *args: Any) -> None:
         agent = self._agents.get(agent_id)

@@ -11,6 +11,7 @@ import random
 from typing import TYPE_CHECKING
 
 from tests.simulator.engine import Actor, Machine
+from tests.simulator.pool import GROWTHS, NODES, SimPool
 from tmd.core.allocation import Allocation
 from tmd.protocol.agent import NodeOrder, OrderStatus
 
@@ -36,6 +37,8 @@ class SimSlurm(Actor):
         self.nodes = [machine.name for machine in world.machines]
         self.batch_host = self.nodes[0]
         self.suspended = False
+        #: In some seeds only, so that the others stay what they were; it makes machines of its own.
+        self.pool = SimPool(self) if world.seed % 2 else None
         self._commands: dict[str, tuple[SimAgent, NodeOrder]] = {}
         #: Since when a node has been as it should not stay.
         self._odd_since_s: dict[str, float] = {}
@@ -53,12 +56,22 @@ class SimSlurm(Actor):
 
     def _poll(self) -> None:
         self.world.after(POLL_S, self, self._poll)
-        self._tell()
+        if self.pool is not None:
+            self.pool.look()
+            self.pool.tell()
+        self.tell()
         self._look_for_odd_nodes()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         state = "suspended" if self.suspended else "running"
-        word = Allocation(job_id=self.world.job_id, state=state, nodes=tuple(self.nodes), batch_host=self.batch_host)  # type: ignore[arg-type]
+        word = Allocation(
+            job_id=self.world.job_id,
+            state=state,  # type: ignore[arg-type]
+            nodes=tuple(self.nodes),
+            batch_host=self.batch_host,
+            standby=self.world.standby_nodes if self.pool is not None else 0,
+            companions=dict(self.pool.companions) if self.pool is not None else {},
+        )
         self.world.after(self._between(0.001, 0.02), self, self._deliver, word)
 
     def _deliver(self, word: Allocation) -> None:
@@ -70,7 +83,7 @@ class SimSlurm(Actor):
         """It is down: a job that outlives the loss of nodes does not hold it any more."""
         if node in self.nodes and node != self.batch_host:
             self.nodes.remove(node)
-            self._tell()
+            self.tell()
 
     # ---------------------------------------------------------------- what agents ask for
 
@@ -80,22 +93,26 @@ class SimSlurm(Actor):
         if order.kind == "release":
             self._release(agent, order)
             return
+        if order.kind != "launch":
+            assert self.pool is not None, "a node is to be taken where there is no pool"
+            self.pool.grow(agent, order, self._drawn(GROWTHS))
+            return
         how = self._drawn(LAUNCHES)
         self.world.note(self.name, f"{agent.name} launches on {order.nodes[0]}, which {how}")
         self._commands[order.order_id] = (agent, order)
         delay_s = self._between(1.5, 3.0) if how == "is late" else self._between(0.01, 0.1)
         if how == "fails":
-            self.world.after(delay_s, self, self._ends, agent, order, "failed", "srun: error: Unable to create step")
+            self.world.after(delay_s, self, self.ends, agent, order, "failed", "srun: error: Unable to create step")
         elif how != "hangs":
             self.world.after(delay_s, self, self._launched, agent, order)
         if how == "starter dies":
-            self.world.after(self._between(0.0, delay_s), self, self._kill, agent)
+            self.world.after(self._between(0.0, delay_s), self, self.kill, agent)
 
     def end_command(self, order_id: str) -> None:
         """The agent ends a launch: the agent that it has started, if any, goes too."""
         agent, order = self._commands.pop(order_id, (None, None))
         if agent is not None and order is not None:
-            self._ends(agent, order, "failed", "ended by its agent")
+            self.ends(agent, order, "failed", "ended by its agent")
 
     def _launched(self, agent: SimAgent, order: NodeOrder) -> None:
         if order.order_id not in self._commands or (not agent.alive and self.random.random() < 0.5):
@@ -104,22 +121,22 @@ class SimSlurm(Actor):
         if node in self.nodes:
             self.world.launch_agent(node)
         else:
-            self._ends(agent, order, "failed", f"srun: error: Requested node {node} is not in the job")
+            self.ends(agent, order, "failed", f"srun: error: Requested node {node} is not in the job")
 
     def _release(self, agent: SimAgent, order: NodeOrder) -> None:
         how = self._drawn(RELEASES)
         self.world.note(self.name, f"{agent.name} gives {order.nodes} back, which {how}")
         if how == "starter dies" and self.random.random() < 0.5:
-            self._kill(agent)
+            self.kill(agent)
             return
         if how == "fails":
-            self.world.after(self._between(0.01, 0.1), self, self._ends, agent, order, "failed", "slurm_update error: try again")
+            self.world.after(self._between(0.01, 0.1), self, self.ends, agent, order, "failed", "slurm_update error: try again")
             return
         self.world.after(self._between(0.01, 0.05), self, self._shrink, order.nodes)
         if how == "works":
-            self.world.after(0.1, self, self._ends, agent, order, "done", "")
+            self.world.after(0.1, self, self.ends, agent, order, "done", "")
         elif how == "starter dies":
-            self.world.after(0.02, self, self._kill, agent)
+            self.world.after(0.02, self, self.kill, agent)
 
     def _shrink(self, nodes: tuple[str, ...]) -> None:
         """What still runs on these nodes is killed."""
@@ -130,9 +147,9 @@ class SimSlurm(Actor):
             for agent in self.world.agents_on(node):
                 self.world.checks.touched(agent.processes.values())
                 agent.end()
-        self._tell()
+        self.tell()
 
-    def _ends(self, agent: SimAgent, order: NodeOrder, state: str, reason: str) -> None:
+    def ends(self, agent: SimAgent, order: NodeOrder, state: str, reason: str) -> None:
         if agent.alive:
             status = OrderStatus(
                 order_id=order.order_id,
@@ -144,7 +161,7 @@ class SimSlurm(Actor):
             )
             self.world.after(0.001, agent, agent.order_ended, status)
 
-    def _kill(self, agent: SimAgent) -> None:
+    def kill(self, agent: SimAgent) -> None:
         """The machine of who gave the command loses power, if the job can be expected to outlive that."""
         if agent.alive and self.world.faults.would_survive("kill_node"):
             self.world.note(self.name, f"kills {agent.machine.name} in the middle of its command")
@@ -164,7 +181,7 @@ class SimSlurm(Actor):
         for machine in stopped:
             world.checks.touched(process for agent in world.agents_on(machine.name) for process in agent.processes.values())
             world.freeze(machine)
-        self._tell()
+        self.tell()
         world.after(self._between(0.5, 4.0), self, self._resume, stopped)
 
     def _resume(self, stopped: list[Machine]) -> None:
@@ -175,7 +192,7 @@ class SimSlurm(Actor):
             )
             self.world.thaw(machine)
         self.suspended = False
-        self._tell()
+        self.tell()
 
     # ---------------------------------------------------------------- what it expects
 
@@ -192,6 +209,8 @@ class SimSlurm(Actor):
         world = self.world
         record = world.ledger.nodes.get((world.job_id, node))
         job = world.ledger.jobs.get(world.job_id)
+        if self.pool is not None and node in NODES and record is not None and not record.origin:
+            return "is the pool's, and the ledger does not say so"
         able = [agent for agent in world.agents.values() if agent.alive and agent.welcomed_by == world.daemon.life]
         quiet = not self.suspended and world.daemon.alive and not world.partitioned and not any(m.frozen for m in world.machines)
         if (
@@ -205,6 +224,7 @@ class SimSlurm(Actor):
         if record.use == "released" and node != self.batch_host:
             return "is given back, and the job holds it"
         known_missing = record.use == "lost" or (record.use == "standby" and not record.agent_id)
-        if record.state in ("up", "unknown") and known_missing and not world.agents_on(node):
+        companion = self.pool is not None and node in self.pool.companions
+        if record.state in ("up", "unknown") and known_missing and not companion and not world.agents_on(node):
             return "has no agent, and none is started"
         return ""

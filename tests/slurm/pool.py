@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.e2e.cluster import ROOT, TRAIN, WORLD_SIZE, until
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.stack import IDLE_PACE_MS, PACE_MS, STEPS, Daemon, SlurmJob, SlurmStack
+from tests.slurm.stack import IDLE_PACE_MS, STEPS, Daemon, SlurmJob, SlurmStack
 from tests.slurm.users import ALICE, user
 
 RESERVATION = "standby"
@@ -69,7 +69,7 @@ class PoolStack(SlurmStack):
         self._python = _python_for_alice(slurm)
 
     def training(self, asked: str) -> SlurmJob:
-        """A job with `--standby=asked` whose ranks train."""
+        """A job with `--standby=asked` whose ranks train, slowly enough for standbys to start meanwhile."""
         out = self.slurm.places.shared / f"alice{next(self._numbers)}-{self.folder.name}"
         out.mkdir()
         out.chmod(0o777)
@@ -88,7 +88,6 @@ class PoolStack(SlurmStack):
             },
         )
         until(lambda: any(job.rows()), f"job {job.id} trains: {job.logs()}", every_s=0.1)
-        job.set_pace(PACE_MS)
         return job
 
     def returned(self, *nodes: str) -> None:

@@ -125,9 +125,10 @@ def _node_sentence(job: Job, node: str) -> str:
     if record.use == "standby" and record.state in ("draining", "drained"):
         return f"its standbys are not used: {node} is {record.state}"
     ranks = job.ranks_on(node)
+    origin = f"; from {record.origin}" if record.origin else ""
     if ranks:
-        return f"trains {words.ranks(ranks)}"
+        return f"trains {words.ranks(ranks)}{origin}"
     processes = [process for process in job.processes.values() if process.record.agent_id == record.agent_id]
     if processes and not any(process.active for process in processes):
         return f"its standbys have ended: {processes[-1].record.reason}"
-    return "holds standbys"
+    return f"holds standbys{origin}"
