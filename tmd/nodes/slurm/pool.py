@@ -65,42 +65,21 @@ class SlurmPool:
         choice = await self._way()
         found = {each.name: each for each in await self._client.reservations()}.get(name)
         if found is not None:
-            await self._end_strays(await self.members())
+            await self._end_strays(*await self._members())
         nodes = await self._client.nodes()
         word = describe(name, found, nodes, time.time())
         return msgspec.structs.replace(
             word, way=choice.way, refill=self._settings.refill, nodes_per_job=self._settings.pool_nodes_per_job
         )
 
-    async def members(self) -> list[Member]:
-        """Raises QueryFailed, RequestRefused."""
-        try:
-            ids = await self._client.jobs_in(self._settings.standby_reservation)
-        except QueryFailed:
-            raise
-        except ResourceManagerError:  # there is no such reservation
-            return []
-        self._comments = {job_id: text for job_id, text in self._comments.items() if job_id in ids}
-        members = []
-        for job_id in ids:
-            try:
-                if job_id not in self._comments:
-                    self._comments[job_id] = await self._client.comment(job_id)
-                mark = _MARK.fullmatch(self._comments[job_id])
-                if mark is not None:
-                    members.append(Member(await self._client.job(job_id), mark[1], mark[2]))
-            except UnknownJob:
-                continue
-        return members
-
     async def complete(self, words: list[Allocation]) -> list[Allocation]:
         """What jobs hold, with what their companions hold for them. Raises QueryFailed, RequestRefused."""
-        members = await self.members() if any(word.live for word in words) else []
+        members = (await self._members())[0] if any(word.live for word in words) else []
         return [with_companions(word, members) for word in words]
 
     async def end_companion(self, job_id: str) -> bool:
         """True if this is one: then it is ended. Raises QueryFailed, RequestRefused."""
-        if any(member.job.job_id == job_id for member in await self.members()):
+        if any(member.job.job_id == job_id for member in (await self._members())[0]):
             await self._client.cancel(job_id)
             return True
         return False
@@ -117,13 +96,35 @@ class SlurmPool:
             self._choice, self._chosen_s = choice, time.monotonic()
         return self._choice
 
-    async def _end_strays(self, members: list[Member]) -> None:
+    async def _members(self) -> tuple[list[Member], dict[str, SlurmJob]]:
+        """Those that have not ended, and all jobs that have not, by id. Raises QueryFailed, RequestRefused."""
+        try:
+            ids = await self._client.jobs_in(self._settings.standby_reservation)
+        except QueryFailed:
+            raise
+        except ResourceManagerError:  # there is no such reservation
+            ids = []
+        self._comments = {job_id: text for job_id, text in self._comments.items() if job_id in ids}
+        live = {job.job_id: job for job in await self._client.jobs()} if ids else {}
+        members = []
+        for job_id in ids:
+            try:
+                if job_id not in self._comments:
+                    self._comments[job_id] = await self._client.comment(job_id)
+            except UnknownJob:
+                continue
+            mark = _MARK.fullmatch(self._comments[job_id])
+            if mark is not None and job_id in live:
+                members.append(Member(live[job_id], mark[1], mark[2]))
+        return members, live
+
+    async def _end_strays(self, members: list[Member], live: dict[str, SlurmJob]) -> None:
         self._seen_s = {
             each.job.job_id: self._seen_s.get(each.job.job_id, time.monotonic()) for each in members if each.kind == "expander"
         }
         for member in members:
             job_id = member.job.job_id
-            why = await self._why_stray(member)
+            why = await self._why_stray(member, live)
             if not why or job_id in self._refused:
                 continue
             try:
@@ -137,13 +138,14 @@ class SlurmPool:
                     "job %s holds nodes for nobody (%s) and cannot be ended: %s; end it: scancel %s", job_id, why, error, job_id
                 )
 
-    async def _why_stray(self, member: Member) -> str:
+    async def _why_stray(self, member: Member, live: dict[str, SlurmJob]) -> str:
         """Empty: it is not. One of another user than its patron's is none of ours."""
         since_s = self._seen_s.get(member.job.job_id)
         if since_s is not None and time.monotonic() - since_s >= EXPANDER_S:
             return f"it was not merged in {EXPANDER_S:g} s"
+        number = member.patron.partition(".")[0]
         try:
-            patron = await self._client.job(member.patron.partition(".")[0])
+            patron = live.get(number) or await self._client.job(number)
         except UnknownJob:
             return "that job is gone"
         if patron.uid != member.job.uid:
