@@ -22,7 +22,7 @@ from tmd.protocol.agent import (
     ProcessStatus,
 )
 from tmd.protocol.codec import PROTOCOL
-from tmd.protocol.membership import Install, Plan
+from tmd.protocol.membership import Install, Membership, Plan
 from tmd.protocol.rank import RankStatus
 from tmd_worker.core.ballot import Ballot
 from tmd_worker.core.instructions import (
@@ -90,6 +90,10 @@ class Rank:
         self.at = "start"
         self.fetches: list[FetchFromLeaver | FetchFromSurvivors] = []
         self.origin = "exact"
+        #: The rank that it dials in vain, -1 for none.
+        self.dials = -1
+        #: It never comes to an end with opening its links.
+        self.waits = False
 
     @property
     def alive(self) -> bool:
@@ -104,9 +108,10 @@ class Rank:
                 case SendStatus(status) if self.status is None or status.version > self.status.version:
                     self.status = status
                 case CloseLinks(epoch, _):
+                    self.dials = -1
                     self.cluster.links_closed(self, epoch, orderly=True)
-                case OpenLinks(membership, _) if "links" not in self.cluster.held:
-                    self.carry_out(self.core.links_ready(membership.epoch, 4))
+                case OpenLinks(membership, rank) if "links" not in self.cluster.held:
+                    self._open_links(membership, rank)
                 case StageLinks(plan, _) if "staging" not in self.cluster.held:
                     self.carry_out(self.core.staged(plan.plan_id, 1))
                 case FetchFromLeaver() | FetchFromSurvivors():
@@ -115,6 +120,18 @@ class Rank:
                     self.fetches.clear()
                 case Exit(code, _):
                     self.die(code)
+
+    def _open_links(self, membership: Membership, rank: int) -> None:
+        """Who has the higher rank dials."""
+        if self.waits:
+            return
+        cut = [other for other in membership.members if other < rank and self.cluster.is_cut(self, membership, other)]
+        if not cut:
+            self.carry_out(self.core.links_ready(membership.epoch, 4))
+        elif self.cluster.cuts_are_silent:
+            self.dials = cut[0]
+        else:
+            self.carry_out(self.core.links_failed(membership.epoch, f"no link to rank {cut[0]}: refused", cut[0]))
 
     def look(self) -> None:
         """The main thread and the fetches go as far as they can."""
@@ -281,6 +298,10 @@ class Cluster:
         self.batches: list[list[Instruction]] = []
         #: What does not happen by itself for now: "links", "staging", "state", "build", "warm".
         self.held: set[str] = set()
+        #: Pairs of incarnations, or single ones (None with it), between which no link can be opened; and whether a dialer is
+        #: told at once or waits in vain.
+        self.cuts: set[tuple[str, str | None]] = set()
+        self.cuts_are_silent = False
         self.lives = 0
         if start:
             for index in range(nnodes if allocated else nnodes + standbys):
@@ -435,6 +456,23 @@ class Cluster:
             if not agent.refused and not agent.job_over and not agent.stopped:
                 self.say_hello(agent)
 
+    def cut_off(self, rank: int, other: int | None = None) -> str:
+        """From now on nobody, or `other` alone, can open a link to this rank. Returns its incarnation."""
+        incarnations = self.incarnations()
+        self.cuts.add((incarnations[rank], None if other is None else incarnations[other]))
+        return incarnations[rank]
+
+    def is_cut(self, dialer: Rank, membership: Membership, other: int) -> bool:
+        dialed = membership.members[other].incarnation
+        pairs = {(dialer.core.incarnation, dialed), (dialed, dialer.core.incarnation), (dialed, None)}
+        return bool(pairs & self.cuts)
+
+    def flap(self, rank: int, peer: int) -> None:
+        """A link of the live epoch breaks under two ranks that live."""
+        process = self.member(rank)
+        process.carry_out(process.core.link_broken(process.core.live_epoch, peer, orderly=False, reason="connection reset"))
+        self.settle()
+
     # ---------------------------------------------------------------- what a test looks at
 
     @property
@@ -514,7 +552,7 @@ class Cluster:
         if always:
             for rank in agent.ranks():
                 if rank.alive and not rank.stopped:
-                    rank.carry_out(rank.core.heartbeat())
+                    rank.carry_out(rank.core.heartbeat(rank.dials))
         status = agent.status(always=always)
         if status is None:
             return False

@@ -135,6 +135,28 @@ def test_state_for_an_installation_that_was_called_off_is_not_taken() -> None:
     assert not rig.core.status().has_state
 
 
+def test_a_rank_that_is_dialed_in_vain_is_named_for_this_installation_alone() -> None:
+    rig = Rig().running()
+    rig.order(poison_epoch=0)
+    rig.recover(1, 0)
+
+    def said() -> tuple[int, int]:
+        return rig.core.status().unreached_epoch, rig.core.status().unreached
+
+    assert said() == (1, -1)
+    rig.core.heartbeat(2)
+    assert said() == (1, 2)
+    rig.core.heartbeat()
+    assert said() == (1, -1)
+    rig.core.links_failed(1, "rank 2 does not answer", 2)
+    rig.core.heartbeat()
+    assert said() == (1, 2)
+    rig.core.links_failed(0, "old news", 0)
+    assert said() == (1, 2)
+    rig.recover(2, 0)
+    assert said() == (2, -1)
+
+
 def test_an_installation_that_failed_says_so_and_the_next_one_is_tried() -> None:
     rig = Rig().running()
     rig.order(poison_epoch=0)

@@ -448,6 +448,14 @@ class Checks:
             self.fail("6 accounted for", f"the script raised, the job says {job.reason!r}")
         if not self.faults:
             self.fail("liveness", f"the job failed though nothing was done to it: {job.reason}")
+        if "attempts to install an epoch failed" in job.reason and self._outcast():
+            self.fail("liveness", f"a rank that nobody can link to kept its role to the end: {job.reason}")
+
+    def _outcast(self) -> bool:
+        """A deaf rank still has a role, although another one has the state and there is nothing else wrong."""
+        members = [process for process in self.world.processes.values() if process.alive and process.rank is not None]
+        stateful = [process for process in members if process.state is not None]
+        return len(stateful) > 1 and any(process.deaf for process in stateful)
 
     def _done(self) -> None:
         """Every role was carried to its end, with the state of the undisturbed run."""

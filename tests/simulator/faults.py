@@ -28,6 +28,7 @@ KINDS = (
     (7, "freeze_node"),
     (4, "freeze_briefly"),
     (8, "flap"),
+    (2, "deafen"),
     (5, "partition"),
     (12, "crash_daemon"),
     (4, "kill_two"),
@@ -45,7 +46,7 @@ SOFT = ("flap", "freeze_briefly", "crash_daemon")
 #: A fault that finds nobody to strike tries again after so long, and after so many times as one of SOFT.
 AGAIN_S, PATIENT_TIMES = 0.004, 3
 #: What a job may not survive, and how many faults and events come before it must be able to.
-HARD = ("kill_rank", "kill_two", "kill_node", "freeze_node", "user_bug")
+HARD = ("kill_rank", "kill_two", "kill_node", "freeze_node", "user_bug", "deafen")
 FEWEST, LEAST_EVENTS = 3, 300
 #: What has not struck this many steps before the end does so now.
 LAST_STEPS = 4
@@ -166,7 +167,7 @@ class Faults(Actor):
     def would_survive(self, kind: str) -> bool:
         """The job can be expected to outlive it: everybody is there, and a standby is ready."""
         job = self.world.ledger.jobs.get(self.world.job_id)
-        if kind in ("user_bug", "kill_two") or job is None or job.state != "running":
+        if kind in ("user_bug", "kill_two", "deafen") or job is None or job.state != "running":
             return False
         standbys = [process for process in self.world.processes.values() if process.alive and process.core.phase == "ready"]
         drained = any(node.state in ("draining", "drained") for node in self.world.ledger.nodes.values())
@@ -284,6 +285,17 @@ class Faults(Actor):
         for side in (end, end.mate):
             world.after(world.link_delay(), side.owner, side.see_end, False)
         return True
+
+    def _deafen(self, involved: SimRank | None) -> bool:
+        """A rank that is out of descriptors: nobody can open a link to it any more, and one breaks. Standbys are not enough to
+        outlive it unless it is found out."""
+        victim = self._victim(involved)
+        if victim is None:
+            return False
+        self._note(victim.name, "takes the last descriptor of")
+        self.world.checks.touched([victim])
+        victim.deaf = True
+        return self._flap(None)
 
     def _partition(self, involved: SimRank | None) -> bool:
         world = self.world

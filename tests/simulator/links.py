@@ -123,13 +123,24 @@ class Opening:
         elif not self.missing:
             self.owner.opening_done(self)
 
+    def unreached(self) -> int:
+        """The rank that this process dials and that takes no connections, -1 for none. They are dialed in order."""
+        rank = self.members.rank_of(self.owner.incarnation)
+        assert rank is not None
+        dialed = sorted(peer for _, peer in self.missing if peer < rank)
+        return next((peer for peer in dialed if self.owner.world.is_deaf(self.members.members[peer].incarnation)), -1)
+
     def refused(self, peer: int) -> None:
         if not self.over and self.missing:
             self.owner.opening_failed(self, f"rank {peer} is past epoch {self.epoch}")
 
     def deadline(self) -> None:
         if not self.over and self.missing:
-            self.owner.opening_failed(self, f"no link to {sorted(self.missing)} in time")
+            unreached = self.unreached()
+            if unreached >= 0:  # either may be taken for the one at fault
+                world = self.owner.world
+                world.checks.touched([self.owner, world.processes[self.members.members[unreached].incarnation]])
+            self.owner.opening_failed(self, f"no link to {sorted(self.missing)} in time", unreached)
 
 
 #: (epoch, kind, incarnation with the lower rank, incarnation with the higher rank).
@@ -159,6 +170,8 @@ class Switchboard:
         mate = opening.members.members[peer].incarnation
         pair = (owner.incarnation, mate) if rank is not None and rank < peer else (mate, owner.incarnation)
         key = (opening.epoch, kind, *pair)
+        if world.is_deaf(pair[0]):
+            return  # who has the higher rank dials in vain, and the other waits in vain
         theirs = self._offers.pop(key, None)
         if theirs is not None and not theirs[0].over and theirs[0].owner.alive and theirs[0].owner is not owner:
             self._connect(opening, route, *theirs)

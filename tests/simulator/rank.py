@@ -52,6 +52,8 @@ class SimRank(Actor):
         self.subscribers: list[FromLeaver] = []
         self.last_status: RankStatus | None = None
         self.exit_code: int | None = None
+        #: It takes no connections any more: it is out of descriptors.
+        self.deaf = False
         #: A fault has hit this process, its agent or one of its links.
         self.touched_s = -1.0
         #: When it was last out of the daemon's reach.
@@ -219,12 +221,12 @@ class SimRank(Actor):
         self.perform(self.core.staged(plan_id, opened))
         self.world.faults.point("staged", self)
 
-    def opening_failed(self, opening: Opening, reason: str) -> None:
+    def opening_failed(self, opening: Opening, reason: str, unreached: int = -1) -> None:
         opening.over = True
         if opening is self.staging:
             self.perform(self.core.stage_failed(self.staged_plan.plan_id, reason))
         elif opening is self.opening:
-            self.perform(self.core.links_failed(opening.epoch, reason))
+            self.perform(self.core.links_failed(opening.epoch, reason, unreached))
 
     # ---------------------------------------------------------------- records of small state
 
@@ -294,7 +296,9 @@ class SimRank(Actor):
     def heartbeat(self) -> None:
         self.world.after(self.world.settings.heartbeat_s, self, self.heartbeat)
         self.world.checks.still_wanted(self)
-        self.perform(self.core.heartbeat())
+        opening = self.opening
+        under_way = opening is not None and not opening.over and opening.epoch == self.core.install_epoch
+        self.perform(self.core.heartbeat(opening.unreached() if opening is not None and under_way else -1))
         self._hold_or_leave()
 
     def _hold_or_leave(self) -> None:

@@ -154,6 +154,11 @@ class World(Engine):
         if self.random.random() < self.channel_repeats:
             self.after(10 * self.pace("channel"), receiver, deliver, *args)
 
+    def is_deaf(self, incarnation: str) -> bool:
+        """Nobody can open a link to this process any more."""
+        process = self.processes.get(incarnation)
+        return process is not None and process.deaf
+
     def note(self, who: str, text: str) -> None:
         if self.trace.on:
             self.trace.line(self.now, who, text)

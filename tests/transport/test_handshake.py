@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.transport.mesh import Mesh, Node, mesh, together, wait_until
 from tmd.protocol.membership import Member
 from tmd_worker.transport import handshake
-from tmd_worker.transport.dialing import dial
+from tmd_worker.transport.dialing import Unreached, dial
 from tmd_worker.transport.fabric import Cancelled, LinkError
 from tmd_worker.transport.handshake import LINK, Hello, Verdict, new_nonce
 from tmd_worker.transport.listener import MAX_HALF_OPEN
@@ -159,7 +160,7 @@ def test_a_dead_member_fails_the_opening_at_once() -> None:
         table = made.table(0)
         made.nodes[0].fabric.close_all()
         began_s = time.monotonic()
-        with pytest.raises(LinkError, match=r"no link of group .* to rank 0: inc-0"):
+        with pytest.raises(Unreached, match=r"no link of group .* to rank 0: inc-0"):
             made.nodes[1].fabric.open(table, 1, 30.0)
         assert time.monotonic() - began_s < 5
 
@@ -172,6 +173,31 @@ def test_a_member_that_does_not_come_fails_the_opening_in_time() -> None:
         pytest.raises(LinkError, match="rank 0 was not ready in time: epoch 0 is not known here yet"),
     ):
         made.nodes[1].fabric.open(made.table(0), 1, 1.0)
+
+
+def test_who_is_dialed_in_vain_is_known_while_it_goes_on_and_who_waits_for_a_dialer_names_nobody() -> None:
+    with mesh(2, live=False) as made, socket.create_server(("127.0.0.1", 0)) as silent:
+        table, node = made.table(0), made.nodes[1]
+        host, port = silent.getsockname()
+        deaf = msgspec.structs.replace(table.members[0], host=host, port=port)
+        unanswered = msgspec.structs.replace(table, members={**table.members, 0: deaf})
+
+        def act(what: str) -> None:
+            if what == "open":
+                with pytest.raises(Cancelled):
+                    node.fabric.open(unanswered, 1, 30.0)
+            elif what == "wait":
+                with pytest.raises(Cancelled):
+                    made.nodes[0].fabric.open(table, 0, 30.0)
+            else:
+                wait_until(lambda: node.fabric.unreached(0) == 0)
+                wait_until(lambda: bool(made.nodes[0].fabric._attempts))
+                assert (node.fabric.unreached(1), made.nodes[0].fabric.unreached(0)) == (-1, -1)
+                for each in made.nodes:
+                    each.fabric.close(0, "seen")
+
+        together(["open", "wait", "look"], act)
+        assert node.fabric.unreached(0) == -1
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -3,7 +3,7 @@ on is written and given. An attempt that fails is followed by another under the 
 
 from __future__ import annotations
 
-from tmd.core import words
+from tmd.core import suspicion, words
 from tmd.core.job import Attempt, Job
 from tmd.core.losses import lose
 from tmd.core.processes import Process
@@ -12,7 +12,8 @@ from tmd.protocol.membership import Install, Membership, Source
 #: Wait before attempt n + 1: n times this, at most RETRY_LIMIT_S; the first retry comes at once.
 RETRY_STEP_S = 0.2
 RETRY_LIMIT_S = 2.0
-#: Who joins is replaced when this many attempts in a row have failed; so is a member that was late in as many.
+#: When this many attempts in a row have failed, somebody is replaced: whom suspicion.py names, else who joins; of those that were
+#: late, members too.
 ATTEMPTS_PER_MEMBER = 3
 
 
@@ -47,11 +48,7 @@ def check(job: Job, now: float) -> str | None:
     holders = job.holders()
     failed = [process for process in holders.values() if max(process.report.failed_epoch, process.report.poisoned_epoch) >= epoch]
     if failed:
-        reasons = "; ".join(f"{job.name(process)}: {process.report.reason or 'no reason given'}" for process in failed[:3])
-        _give_up_attempt(job, now, f"epoch {epoch} could not be installed: {reasons}")
-        if attempt.number % ATTEMPTS_PER_MEMBER == 0:
-            for rank in attempt.install.joining:
-                lose(job, now, holders[rank], f"{attempt.number} attempts to install an epoch with it failed: {reasons}")
+        _give_up_failed(job, now, attempt, failed)
         return None
     late = [rank for rank, process in holders.items() if process.report.linked_epoch < epoch]
     if not late:
@@ -123,10 +120,34 @@ def _give_up_attempt(job: Job, now: float, reason: str) -> None:
     job.evolve(now, poison_epoch=job.record.epoch_limit)
 
 
+def _give_up_failed(job: Job, now: float, attempt: Attempt, failed: list[Process]) -> None:
+    """Somebody says that it cannot be installed."""
+    reasons = "; ".join(f"{job.name(process)}: {process.report.reason or 'no reason given'}" for process in failed[:3])
+    named = suspicion.note_pairs(job, attempt)
+    _give_up_attempt(job, now, f"epoch {attempt.install.membership.epoch} could not be installed: {reasons}")
+    if attempt.number % ATTEMPTS_PER_MEMBER:
+        return
+    if named:
+        _replace_suspects(job, now, attempt)
+        return
+    for rank in attempt.install.joining:
+        lose(job, now, job.holders()[rank], f"{attempt.number} attempts to install an epoch with it failed: {reasons}")
+
+
+def _replace_suspects(job: Job, now: float, attempt: Attempt) -> None:
+    for incarnation, reason in suspicion.suspects(job, attempt).items():
+        lose(job, now, job.processes[incarnation], reason)
+
+
 def _replace_late(job: Job, now: float, late: list[Process], attempt: Attempt) -> None:
-    """Who has not linked in time is replaced if it joins, or if it has failed too often."""
+    """Who has not linked in time is replaced if it joins, or if it has failed too often; if ranks name whom they do not reach,
+    those who only wait for them are spared."""
     epoch = attempt.install.membership.epoch
+    named = suspicion.note_pairs(job, attempt)
     _give_up_attempt(job, now, f"epoch {epoch} was not installed in {job.settings.install_timeout_s:g} s")
+    if named:
+        _replace_suspects(job, now, attempt)
+        return
     for process in late:
         joins = process.record.rank in attempt.install.joining
         if joins or attempt.number >= ATTEMPTS_PER_MEMBER:

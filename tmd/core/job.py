@@ -38,6 +38,8 @@ class Recovery:
     #: Ranks lost in it -> the incarnation that held the role when it began.
     lost: dict[int, str] = dataclasses.field(default_factory=dict)
     failed_nodes: set[str] = dataclasses.field(default_factory=set)
+    #: Of every attempt to install that failed so: the pairs of incarnations between which no link could be opened.
+    unreached: list[frozenset[frozenset[str]]] = dataclasses.field(default_factory=list)
     #: Somebody was still building: a build cannot be rolled back.
     must_restart: str = ""
 

@@ -64,6 +64,10 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     linked_epoch: int = -1
     #: The highest epoch whose install failed here (see `reason`).
     failed_epoch: int = -1
+    #: While the links of `unreached_epoch` are opened, or when that has failed: the rank that this one dials and has not reached,
+    #: -1 for none. (From protocol 1.2 on.)
+    unreached_epoch: int = -1
+    unreached: int = -1
     #: The main thread has not come to a boundary since its step began: until it does, this rank's state can be given to nobody.
     #: (From protocol 1.1 on.)
     in_step: bool = False

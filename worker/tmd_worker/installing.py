@@ -29,7 +29,7 @@ from tmd_worker.state.errors import StateError, TransferBroken
 from tmd_worker.state.handoff import Received, memory_of, receive_record, receive_state
 from tmd_worker.state.tracked import Tracked
 from tmd_worker.threads import start_thread
-from tmd_worker.transport.dialing import CannotConnect
+from tmd_worker.transport.dialing import CannotConnect, Unreached
 from tmd_worker.transport.fabric import Fabric, LinkError
 from tmd_worker.transport.wire import Kind
 
@@ -82,7 +82,7 @@ class Installer:
                 self._hand_record_to_buddy(epoch)
         except LinkError as error:
             _log.warning("rank %s: epoch %s: no links: %s", rank, epoch, error)
-            self._runtime.tell(core.links_failed, epoch, str(error))
+            self._runtime.tell(core.links_failed, epoch, str(error), error.peer if isinstance(error, Unreached) else -1)
         else:
             self._runtime.tell(core.links_ready, epoch, opened)
 

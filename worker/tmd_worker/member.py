@@ -167,7 +167,7 @@ class MemberEngine:
         self._tracked.set_role(self.rank, welcome.world_size)
         self._server.start()
         self._control.start(self._runtime.on_message)
-        Heart(welcome.heartbeat_s, lambda: self._runtime.tell(self._core.heartbeat)).start()
+        Heart(welcome.heartbeat_s, self._runtime.beat).start()
         self._runtime.tell(self._core.started, self._fabric.host, self._fabric.port)
         store: Store
         if self._standby:

@@ -79,6 +79,11 @@ class Runtime:
         with self._locked:
             self._perform(event(*args, **kwargs))
 
+    def beat(self) -> None:
+        """The heartbeat."""
+        with self._locked:
+            self._perform(self.core.heartbeat(self._fabric.unreached(self.core.install_epoch)))
+
     def on_message(self, message: ToRank) -> None:
         """From the control socket's reader."""
         if isinstance(message, RankOrder):

@@ -85,6 +85,7 @@ def _consider_install(state: RankState, order: Directive) -> None:
     if install.membership.rank_of(state.incarnation) != state.rank or state.voting or state.unknown:
         return
     state.install_epoch, state.members = epoch, install.membership
+    state.unreached_epoch, state.unreached = epoch, -1
     state.links_done = False
     arrived = install.fresh or (state.holds_state() and state.next_step == install.target_step)
     if not arrived and state.rank not in install.joining:

@@ -67,8 +67,11 @@ class RankCore(RankState):
         """The shell has counted something that is worth showing; the next status tells it."""
         self.counters[name] += number
 
-    def heartbeat(self) -> list[Instruction]:
-        """Time to tell the daemon that all is well, and to look again at what it wants."""
+    def heartbeat(self, unreached: int = -1) -> list[Instruction]:
+        """Time to tell the daemon that all is well, and to look again at what it wants. `unreached`: the rank that is being
+        dialed for the installation and does not answer."""
+        if self.failed_epoch < self.install_epoch:
+            self._note_unreached(unreached)
         if self.order is not None and not self.is_finished:
             reconsider(self, self.order)
         return self.changed()
@@ -127,9 +130,13 @@ class RankCore(RankState):
 
     def links_ready(self, epoch: int, opened: int) -> list[Instruction]:
         self.counters["links_opened"] += opened
+        self._note_unreached(-1)
         return self._part_installed(epoch, links=True)
 
-    def links_failed(self, epoch: int, reason: str) -> list[Instruction]:
+    def links_failed(self, epoch: int, reason: str, unreached: int = -1) -> list[Instruction]:
+        """`unreached`: the rank that could not be reached or does not answer, if that is why."""
+        if epoch == self.install_epoch:
+            self._note_unreached(unreached)
         return self._install_failed(epoch, reason)
 
     def state_loaded(self, epoch: int, step: int, origin: RecordOrigin) -> list[Instruction]:
@@ -186,6 +193,9 @@ class RankCore(RankState):
             self.linked_epoch = epoch
             self.stamps["linked"] = self.clock()
         return self.changed()
+
+    def _note_unreached(self, rank: int) -> None:
+        self.unreached_epoch, self.unreached = self.install_epoch, rank
 
     def _install_failed(self, epoch: int, reason: str) -> list[Instruction]:
         if epoch != self.install_epoch or epoch <= self.poisoned_epoch:

@@ -57,6 +57,8 @@ class RankState:
         self.resolved_epoch = -1
         self.linked_epoch = -1
         self.failed_epoch = -1
+        self.unreached_epoch = -1
+        self.unreached = -1
         self.committed_epoch = -1
         self.has_state = False
         self.record_origin: RecordOrigin = ""
@@ -188,6 +190,8 @@ class RankState:
             reported_epoch=self.reported_epoch,
             linked_epoch=self.linked_epoch,
             failed_epoch=self.failed_epoch,
+            unreached_epoch=self.unreached_epoch,
+            unreached=self.unreached,
             in_step=not self.at_boundary and self.phase in ("warming", "running", "holding"),
             has_state=self.has_state,
             staged_plan=self.staged_plan,

@@ -24,6 +24,10 @@ class LinkError(ConnectionError):
         self.peer = peer
 
 
+class Unreached(LinkError):
+    """A peer that was dialed could not be reached, or did not answer."""
+
+
 class Cancelled(LinkError):
     """The epoch whose links were being opened was closed meanwhile."""
 

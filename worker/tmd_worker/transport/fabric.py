@@ -122,6 +122,10 @@ class Fabric:
             self._watcher.add(link)
         return count
 
+    def unreached(self, epoch: int) -> int:
+        """While open() is under way for it: the rank that is being dialed and has not answered yet, -1 for none."""
+        return self._attempts.unreached(epoch)
+
     def stage(self, plan: Plan, rank: int, deadline_s: float) -> int:
         """A stayer: only the links to joiners that it neighbours; a joiner: all of its links, for activate(). Returns how many.
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from tmd.protocol.membership import Member
 from tmd_worker.transport.connection import Connection
-from tmd_worker.transport.dialing import Cancelled, LinkError, dial
+from tmd_worker.transport.dialing import Cancelled, LinkError, Unreached, dial
 from tmd_worker.transport.handshake import LINK, Hello, new_nonce
 from tmd_worker.transport.segment import Offer
 
@@ -42,6 +42,8 @@ class Attempt:
         self._changed = threading.Condition()
         self._cancelled: str | None = None
         self._dialing: socket.socket | None = None
+        #: The peer that is being dialed and has not answered yet, -1 for none.
+        self.unreached = -1
 
     def cancel(self, reason: str) -> None:
         with self._changed:
@@ -102,6 +104,12 @@ class Attempts:
             doomed = [attempt for attempt in self._under_way if attempt.epoch <= up_to]
         for attempt in doomed:
             attempt.cancel(reason)
+
+    def unreached(self, epoch: int) -> int:
+        """The rank that is being dialed for this epoch and has not answered yet, -1 for none."""
+        with self._lock:
+            dialed = [attempt.unreached for attempt, plan in self._under_way.items() if attempt.epoch == epoch and not plan]
+        return max(dialed, default=-1)
 
     def cancel_plan(self, plan_id: int) -> None:
         with self._lock:
@@ -192,7 +200,7 @@ class Opener:
         self._inbox = inbox
 
     def open(self, requests: Iterable[LinkRequest], rank: int, attempt: Attempt) -> dict[LinkRequest, Connection]:
-        """All of them or none. Raises LinkError or Cancelled."""
+        """All of them or none. Raises LinkError (Unreached for a peer that was dialed in vain) or Cancelled."""
         opened: dict[LinkRequest, Connection] = {}
         try:
             self._dial_all([request for request in requests if request.peer < rank], rank, attempt, opened)
@@ -229,7 +237,7 @@ class Opener:
                 offer.withdraw()
 
     def _dial(self, request: LinkRequest, rank: int, attempt: Attempt, offer: Offer | None) -> tuple[Connection | None, str]:
-        """(connection, "") or (None, why not yet). Raises LinkError for a final refusal."""
+        """(connection, "") or (None, why not yet). Raises Unreached, or LinkError for a final refusal."""
         hello = Hello(
             kind=LINK,
             incarnation=self._incarnation,
@@ -240,6 +248,7 @@ class Opener:
             rank=rank,
             peer_rank=request.peer,
         )
+        attempt.unreached = request.peer
         try:
             nearby = request.member.host == self._nearby_host
             connection, verdict = dial(
@@ -247,9 +256,10 @@ class Opener:
             )
         except LinkError as error:
             attempt.check()
-            raise LinkError(f"no link of group {request.group} to rank {request.peer}: {error}", request.peer) from None
+            raise Unreached(f"no link of group {request.group} to rank {request.peer}: {error}", request.peer) from None
         finally:
             attempt.forget_socket()
+            attempt.unreached = -1
         if verdict.answer == "ok":
             return connection, ""
         connection.close()
