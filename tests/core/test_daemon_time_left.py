@@ -99,5 +99,5 @@ def test_a_preempted_job_whose_ranks_have_ended_waits_for_slurm_s_word() -> None
     cluster.settle()
     cluster.pass_time(1.0)
     assert cluster.job.state not in ("done", "failed")
-    cluster.allocate(state="over", reason="Slurm calls the job PREEMPTED")
-    assert "PREEMPTED" in cluster.job.reason
+    cluster.allocate(state="over", reason="Slurm calls the job COMPLETED")
+    assert cluster.job.reason == "it was preempted: its allocation has ended: Slurm calls the job COMPLETED"

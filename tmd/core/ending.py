@@ -14,7 +14,8 @@ EXIT_CANCELLED = 143
 
 def fail_job(job: Job, now: float, exit_code: int, reason: str) -> None:
     """The job is over; every agent ends what still runs."""
-    _end(job, now, "failed", exit_code, reason)
+    preempted = job.allocation is not None and job.allocation.preempted_s is not None
+    _end(job, now, "failed", exit_code, f"it was preempted: {reason}" if preempted else reason)
 
 
 def finish_job(job: Job, now: float) -> None:

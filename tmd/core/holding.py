@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from tmd.core import time_left, upkeep
 from tmd.core.allocation import Allocation
 from tmd.core.ending import EXIT_CANCELLED, fail_job
@@ -13,7 +15,10 @@ from tmd.core.records import NodeState
 
 def take(job: Job, now: float, word: Allocation, states: Mapping[str, tuple[NodeState, str]]) -> None:
     """`states`: what is known of nodes, whichever job uses them."""
-    before, job.allocation = job.allocation, word
+    before = job.allocation
+    if before is not None and before.preempted_s is not None and not word.live:
+        word = msgspec.structs.replace(word, preempted_s=before.preempted_s)  # of what came of it nobody says why
+    job.allocation = word
     if word == before or job.over:
         return
     lived = before is not None and before.live
