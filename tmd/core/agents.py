@@ -104,7 +104,10 @@ def crowded_out(job: Job, hello: AgentHello, now: float) -> str | None:
     if other is None or other.agent_id == hello.agent_id:
         return None
     if other.connected and now - other.heard_s < job.settings.heartbeat_timeout_s:
-        return f"node {hello.node} already has an agent in job {job.job_id} ({other.agent_id}): end it first"
+        return (
+            f"node {hello.node} already has an agent in job {job.job_id} ({other.agent_id}): end it first; if that is another "
+            "machine or container whose host name is the same, give each a name of its own with tmd-run --node"
+        )
     return None
 
 

@@ -24,12 +24,21 @@ def is_exiting(stat: bytes) -> bool:
     return bool(int(behind_name.split(b" ", _FLAGS_FIELD + 1)[_FLAGS_FIELD]) & _PF_EXITING)
 
 
+def sees_own_processes() -> bool:
+    """False where /proc is missing, or shows the pids of another namespace (a container without a /proc of its own)."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
+
+
 class ExitWatch:
     """Calls `on_exiting(pid)` once per watched process, from its own thread."""
 
     def __init__(self, on_exiting: Callable[[int], object], poll_s: float = POLL_S) -> None:
         self._on_exiting = on_exiting
         self._poll_s = poll_s
+        self._sees = sees_own_processes()
         self._lock = threading.Lock()
         self._descriptors: dict[int, int] = {}
         self._wanted = threading.Event()
@@ -37,15 +46,19 @@ class ExitWatch:
         self._thread = threading.Thread(target=self._run, name="exit-watch", daemon=True)
         self._thread.start()
 
-    def add(self, pid: int) -> None:
+    def add(self, pid: int) -> bool:
+        """False if it cannot be watched (no /proc of this pid namespace, or it is gone already): then its pidfd tells, later."""
+        if not self._sees:
+            return False
         # The file of the main thread, not of the process: the kernel then adds up no other threads' times.
         try:
             descriptor = os.open(f"/proc/{pid}/task/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            return  # no /proc here, or gone already: the pidfd tells
+            return False
         with self._lock:
             self._descriptors[pid] = descriptor
         self._wanted.set()
+        return True
 
     def remove(self, pid: int) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ import tmd
 from tmd_worker.agent import directed, identity, plain
 from tmd_worker.agent.addresses import resolve_host, resolve_port_range
 from tmd_worker.agent.environment import rank_environment
+from tmd_worker.agent.first_process import step_aside
 from tmd_worker.agent.logs import LogPump
 from tmd_worker.agent.proof import resolve_proof
 from tmd_worker.agent.settings import (
@@ -153,6 +154,7 @@ def tmd_run(**options: Any) -> None:
 
 
 def main() -> None:
+    step_aside()
     tmd_run(prog_name="tmd-run")
 
 
