@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 from pathlib import Path
@@ -51,17 +52,21 @@ def library_folders() -> set[str]:
 class Container:
     """One container, in which one command runs as the first process.
 
-    `own_user`: in a user namespace of its own as well, without any right over this machine.
+    `own_user`: in a user namespace of its own as well, without any right over this machine. `network`: its network namespace,
+    the machine's without one.
     """
 
-    def __init__(self, command: list[str], *, munged_folder: Path, log: Path, own_user: bool = False) -> None:
+    def __init__(
+        self, command: list[str], *, munged_folder: Path, log: Path, own_user: bool = False, network: Network | None = None
+    ) -> None:
         self.log = log
+        enter = ["ip", "netns", "exec", network.name] if network is not None else []
         spaces = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
         furnish = ["sh", "-c", _FURNISH, "sh", " ".join(library_folders()), str(munged_folder)]
         user = ["unshare", "--user", f"--map-user={USER_INSIDE}", f"--map-group={USER_INSIDE}", "--"] if own_user else []
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*spaces, *furnish, *user, *command],
+                [*enter, *spaces, *furnish, *user, *command],
                 cwd=ROOT,
                 env=environment(OMP_NUM_THREADS="1", HOME=str(Path.home())),
                 stdin=subprocess.DEVNULL,
@@ -82,8 +87,50 @@ class Container:
         (first,) = psutil.Process(self.process.pid).children()
         return first
 
+    def pid_outside(self, pid: int) -> int:
+        """The pid on this machine of the process that is `pid` in the container."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            inside = re.search(r"^NSpid:.*\s(\d+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+            if inside is not None and int(inside[1]) == pid:
+                return process.pid
+        raise AssertionError(f"no process {pid} in this container: {self.said}")
+
     def kill(self) -> None:
         """At once and as a whole, as if its machine had lost power."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait(DEADLINE_S)
+
+
+class Network:
+    """A network namespace with one link to this machine, which has `outside` as its address there. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self.name = f"tmd-{secrets.token_hex(4)}"
+        self._link = f"tmd{secrets.token_hex(4)}"
+        number = secrets.randbelow(1 << 15) * 4
+        third, fourth = divmod(number % (1 << 16), 256)
+        network = f"198.{18 + (number >> 16)}.{third}"  # kept for tests of networks (RFC 2544)
+        self.outside, self.inside = f"{network}.{fourth + 1}", f"{network}.{fourth + 2}"
+
+    def __enter__(self) -> Network:
+        _ip("netns", "add", self.name)
+        _ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        _ip("addr", "add", f"{self.outside}/30", "dev", self._link)
+        _ip("link", "set", self._link, "up")
+        _ip("-n", self.name, "addr", "add", f"{self.inside}/30", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _ip("-n", self.name, "link", "set", device, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _ip("netns", "delete", self.name)  # the link ends with it
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, timeout=DEADLINE_S)
+
+
+def shared_memory(pid: int) -> set[str]:
+    """Inodes of the memory that this process shares by tmd's links."""
+    return set(re.findall(r"(\d+) +/memfd:tmd-link", Path(f"/proc/{pid}/maps").read_text()))
