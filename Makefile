@@ -102,9 +102,10 @@ stage-session:
 stage-simulator:
 	@scripts/stage simulator $(PY) -m tests.simulator --seeds $(SEEDS) --jobs 2
 
-# One after the other: a cluster is a dozen daemons.
+# One after the other: a cluster is a dozen daemons. What was to be shown and is not in the report has not passed.
 stage-slurm:
-	@TEST_PROCESSES=1 scripts/stage slurm scripts/pytest-stage tests/slurm
+	@rm -f out/slurm/report.json
+	@TEST_PROCESSES=1 scripts/stage slurm bash -c 'scripts/pytest-stage tests/slurm && $(PY) -m tests.slurm.report'
 
 # One after the other: each of them starts up to a dozen processes that import PyTorch.
 stage-e2e:

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.cluster import ROOT
 from tests.slurm import plugins
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.files import Options
+from tests.slurm.files import Options, installed_release
 from tests.slurm.report import Report
 from tests.slurm.stack import STEPS, SlurmJob, SlurmStack
 
@@ -151,5 +151,5 @@ def stack(job_stack: SlurmStack, reference: SlurmJob) -> SlurmStack:
 
 
 @pytest.fixture(scope="session")
-def report(job_cluster: SlurmCluster) -> Report:
-    return Report(job_cluster.run("scontrol", "--version").stdout.split()[-1])
+def report() -> Report:
+    return Report(installed_release(Options().prefix))

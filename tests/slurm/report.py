@@ -1,14 +1,36 @@
-"""out/slurm/report.json: what was shown on real daemons, with its figures."""
+"""out/slurm/report.json: what was shown on real daemons, with its figures. `python -m tests.slurm.report` prints it, and fails if
+something of SCENARIOS is not in it: what has not run has not passed."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.cluster import ROOT
 
 REPORT = ROOT / "out" / "slurm" / "report.json"
+
+#: What a whole run of tests/slurm has to show; it may show more.
+SCENARIOS = (
+    "drain of a node",
+    "kill of slurmd, stepd and rank of a node",
+    "three moves in a row",
+    "two jobs at once",
+    "drain of a standby",
+    "drain of four nodes with one standby",
+    "drain of the batch host",
+    "drain taken back before the flip",
+    "slurmctld restarted in the middle of a move",
+    "slurmdbd down",
+    "tmd killed -9 in the middle of a move",
+    "job without the flag: as without the plugins",
+    "scancel",
+    "time limit",
+    "suspend and resume",
+    "requeue",
+)
 
 
 class Report:
@@ -23,13 +45,15 @@ class Report:
         name: str,
         moves: list[dict[str, Any]],
         *,
+        bit_identical: bool | None = True,
         event_latency_ms: float | None = None,
         node_release_ms: float | None = None,
     ) -> None:
-        """To be called once the run has been compared with the undisturbed one. `moves`: the migrations' records."""
+        """To be called once the scenario has been seen to its end, and the run compared with the undisturbed one. `moves`: the
+        migrations' records. `bit_identical` None: it is not about losses and state."""
         scenario = {
             "name": name,
-            "bit_identical": True,
+            "bit_identical": bit_identical,
             "event_latency_ms": _rounded(event_latency_ms),
             "node_release_ms": _rounded(node_release_ms),
             "phases": {phase: _rounded(seconds * 1000) for phase, seconds in moves[-1]["phases_s"].items()} if moves else {},
@@ -45,5 +69,30 @@ class Report:
         return written["scenarios"] if written.get("slurm") == self._version else []
 
 
+def shown(path: Path) -> list[dict[str, Any]]:
+    scenarios: list[dict[str, Any]] = json.loads(path.read_text())["scenarios"] if path.exists() else []
+    return scenarios
+
+
+def missing(path: Path) -> list[str]:
+    """Of SCENARIOS, what this report does not show."""
+    names = {each["name"] for each in shown(path)}
+    return [name for name in SCENARIOS if name not in names]
+
+
+def main() -> None:
+    for each in shown(REPORT):
+        figures = (each["event_latency_ms"], each["node_release_ms"], each["downtime_ms"])
+        words = ("drain to tmd", "node given back after", "downtime")
+        told = [f"{word} {value:g} ms" for word, value in zip(words, figures, strict=True) if value is not None]
+        print(f"{each['name']}: {', '.join(told) or 'as it should be'}")
+    if absent := missing(REPORT):
+        sys.exit("not shown on a real Slurm in this run:\n" + "\n".join(f"  {name}" for name in absent))
+
+
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -95,7 +95,7 @@ def test_a_killed_agent_is_started_again_as_a_standby(stack: SlurmStack, referen
     assert_unharmed(job, reference, lines_lost={rank: 1})
 
 
-def test_scancel_leaves_nothing(stack: SlurmStack) -> None:
+def test_scancel_leaves_nothing(stack: SlurmStack, report: Report) -> None:
     job = stack.started(standby=1)
     stack.slurm.run("scancel", job.id)
     until(lambda: job.record()["state"] == "failed", "tmd knows that the job has ended")
@@ -103,18 +103,20 @@ def test_scancel_leaves_nothing(stack: SlurmStack) -> None:
     job.wait_gone()
     until(lambda: set(stack.slurm.states().values()) == {"IDLE"}, "every node is free")
     assert not [node for node in job.view()["nodes"] if node["use"] in ("training", "standby")]
+    report.add("scancel", [], bit_identical=None)
 
 
-def test_the_time_limit_leaves_nothing(stack: SlurmStack) -> None:
+def test_the_time_limit_leaves_nothing(stack: SlurmStack, report: Report) -> None:
     job = stack.started(standby=1)
     job.set_pace(1000)  # a limit is a minute at least
     stack.slurm.run("scontrol", "update", f"jobid={job.id}", "timelimit=1")
     until(lambda: job.record()["state"] == "failed", "tmd knows that the job has ended")
     job.wait_gone()
     until(lambda: set(stack.slurm.states().values()) == {"IDLE"}, "every node is free")
+    report.add("time limit", [], bit_identical=None)
 
 
-def test_a_suspended_job_goes_on_as_if_nothing_had_been(stack: SlurmStack, reference: SlurmJob) -> None:
+def test_a_suspended_job_goes_on_as_if_nothing_had_been(stack: SlurmStack, reference: SlurmJob, report: Report) -> None:
     job = stack.started(standby=1)
     before = job.pids()
     stack.slurm.run("scontrol", "suspend", job.id)
@@ -127,9 +129,10 @@ def test_a_suspended_job_goes_on_as_if_nothing_had_been(stack: SlurmStack, refer
     assert job.migrations() == []
     job.finish()
     assert_unharmed(job, reference)
+    report.add("suspend and resume", [])
 
 
-def test_a_requeued_job_starts_a_new_life(stack: SlurmStack) -> None:
+def test_a_requeued_job_starts_a_new_life(stack: SlurmStack, report: Report) -> None:
     job = stack.started(standby=1, options=("--requeue",))
     job.set_pace(IDLE_PACE_MS)
     first = job.id
@@ -147,3 +150,5 @@ def test_a_requeued_job_starts_a_new_life(stack: SlurmStack) -> None:
     assert len(job.view()["ranks"]) == WORLD_SIZE
     job.set_pace(0)
     job.wait_state("done")
+    job.wait_gone()
+    report.add("requeue", [], bit_identical=None)

@@ -73,7 +73,9 @@ def test_two_jobs_move_at_once(stack: SlurmStack, reference: SlurmJob, report: R
     report.add("two jobs at once", moves)
 
 
-def test_a_drained_standby_is_given_back_and_the_job_goes_on_without(stack: SlurmStack, reference: SlurmJob) -> None:
+def test_a_drained_standby_is_given_back_and_the_job_goes_on_without(
+    stack: SlurmStack, reference: SlurmJob, report: Report
+) -> None:
     job = stack.started(standby=1)
     (standby,) = job.wait_ready(1)
     node = standby["record"]["node"]
@@ -84,9 +86,10 @@ def test_a_drained_standby_is_given_back_and_the_job_goes_on_without(stack: Slur
     job.finish()
     assert_unharmed(job, reference)
     assert job.srun_code() == 0
+    report.add("drain of a standby", [])
 
 
-def test_four_drains_and_one_standby(stack: SlurmStack, reference: SlurmJob) -> None:
+def test_four_drains_and_one_standby(stack: SlurmStack, reference: SlurmJob, report: Report) -> None:
     """One moves; the others stay where they are, and the operator sees why."""
     job = stack.started(standby=1)
     nodes = [job.node_of(rank) for rank in range(WORLD_SIZE)]
@@ -104,13 +107,14 @@ def test_four_drains_and_one_standby(stack: SlurmStack, reference: SlurmJob) -> 
     assert all("DRAIN" in states[node] for node in nodes), "nobody's drain is undone"
     job.finish()
     assert_unharmed(job, reference)
+    report.add("drain of four nodes with one standby", moved)
 
 
-def test_the_batch_host_is_emptied_and_stays(stack: SlurmStack, reference: SlurmJob) -> None:
+def test_the_batch_host_is_emptied_and_stays(stack: SlurmStack, reference: SlurmJob, report: Report) -> None:
     job = stack.started(standby=1)
     node = job.batch_host()
     job.drain(node)
-    job.wait_move(node)
+    record = job.wait_move(node)
     assert node not in {job.node_of(rank) for rank in range(WORLD_SIZE)}
     sentence = until(lambda: (told := job.node_sentence(node)).startswith("no rank") and told, f"the operator is told of {node}")
     assert "the batch script runs there" in sentence
@@ -120,9 +124,10 @@ def test_the_batch_host_is_emptied_and_stays(stack: SlurmStack, reference: Slurm
     job.finish()
     assert_unharmed(job, reference)
     assert job.srun_code() == 0
+    report.add("drain of the batch host", [record])
 
 
-def test_a_drain_that_is_taken_back_before_the_flip_is_none(stack: SlurmStack, reference: SlurmJob) -> None:
+def test_a_drain_that_is_taken_back_before_the_flip_is_none(stack: SlurmStack, reference: SlurmJob, report: Report) -> None:
     job = stack.started(standby=1)
     rank, node = job.rank_off_the_batch_host()
     standby = job.wait_ready(1)[0]["pid"]
@@ -135,3 +140,4 @@ def test_a_drain_that_is_taken_back_before_the_flip_is_none(stack: SlurmStack, r
     assert node in job.allocation()
     job.finish()
     assert_unharmed(job, reference)
+    report.add("drain taken back before the flip", [])

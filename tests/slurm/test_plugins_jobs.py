@@ -12,6 +12,7 @@ import pytest
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.files import Options
 from tests.slurm.plugins import environment, fields, finished, lua_files, plugstack
+from tests.slurm.report import Report
 from tests.slurm.users import ALICE
 
 #: What differs between any two runs of a job.
@@ -170,7 +171,7 @@ def described(cluster: SlurmCluster, shape: str) -> dict[str, object]:
 
 
 def test_a_job_without_the_flag_is_what_it_was_without_the_plugins(
-    make_cluster: Callable[[Options], SlurmCluster], plugin_folder: Path
+    make_cluster: Callable[[Options], SlurmCluster], plugin_folder: Path, report: Report
 ) -> None:
     """Also: the plugins are taken up, and let go again, by `scontrol reconfigure`."""
     cluster = make_cluster(Options(plugin_dirs=(plugin_folder,), files=lua_files()))
@@ -186,3 +187,4 @@ def test_a_job_without_the_flag_is_what_it_was_without_the_plugins(
             assert after[what] == value, f"{what} of {shape}"
     cluster.reconfigure("")
     assert fields(cluster, cluster.sbatch("true", "-H", "-N1", "--standby=1"))["NumNodes"] == "1-1"
+    report.add("job without the flag: as without the plugins", [], bit_identical=None)
