@@ -104,7 +104,7 @@ def test_where_all_is_well_there_is_nothing_to_complain_of(
     assert {each["level"] for each in told.findings} == {"ok"}
     seen = {each["point"]: each["seen"] for each in told.findings}
     assert seen["slurm"].startswith("Slurm {}.{:02}.".format(*cluster.version))
-    assert "adds no node to a running job" in seen["growth"]
+    assert "a job has the standby nodes that --standby=N gave it" in seen["growth"]
     assert "sbatch on this machine has --standby" in seen["spank"]
     assert "the daemon answers on 127.0.0.1" in seen["port"]
 
@@ -128,6 +128,26 @@ def test_what_slurm_conf_lacks_is_told_line_by_line_and_gone_once_it_is_there(
     # As the remedies say.
     cluster.reconfigure("JobSubmitPlugins=lua,tmd\nSchedulerParameters=bf_interval=5,permit_job_expansion")
     assert Told(daemon, environ).wrong() == {}
+
+
+def test_a_pool_that_is_not_there_is_told_and_made_as_the_remedy_says(
+    cluster: SlurmCluster, daemon: Daemon, environ: dict[str, str]
+) -> None:
+    environ |= {"TMD_SLURM_STANDBY_RESERVATION": "standby"}
+    daemon.start("--resource-manager", "slurm", environ=environ)
+    told = Told(daemon, environ)
+    assert set(told.wrong()) == {"pool"}
+    level, remedy = told.wrong()["pool"]
+    assert level == "fault"
+    cluster.run(*remedy.replace("NODES", "n2").replace("ACCOUNTS", "staff").split())
+    try:
+        told = Told(daemon, environ)
+        assert told.wrong() == {}
+        seen = {each["point"]: each["seen"] for each in told.findings}
+        assert seen["pool"] == "reservation standby has 1 node"
+        assert "by expansion" in seen["growth"]
+    finally:
+        cluster.run("scontrol", "delete", "reservationname=standby")
 
 
 def test_a_spank_plugin_that_is_not_named_or_cannot_be_loaded_is_told(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from tmd.core import words
 from tmd.doctor.facts import Facts, SlurmFacts
 from tmd.doctor.findings import Finding, fault, ok, warning
 from tmd.nodes.slurm import growth
@@ -50,7 +51,7 @@ def check_pool(facts: Facts, slurm: SlurmFacts) -> Iterator[Finding]:
 
 
 def _times(found: SlurmReservation, now_s: float) -> Finding:
-    nodes = f"{len(found.nodes)} nodes"
+    nodes = words.count(len(found.nodes), "node")
     if not found.nodes:
         return fault("pool", f"reservation {found.name} has no node", f"scontrol update reservation={found.name} Nodes+=NODES")
     if found.end_s <= now_s:
