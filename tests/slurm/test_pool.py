@@ -38,7 +38,8 @@ def pool(stack: SlurmStack, job_cluster: SlurmCluster, tmp_path: Path) -> Iterat
         for each in stacks:
             each.__exit__(None, None, None)
     running = job_cluster.run("squeue", "-h", "-o", "%i").stdout.split()
-    job_cluster.run("scancel", *running, check=False) if running else None
+    if running:
+        job_cluster.run("scancel", *running, check=False)
     unreserve(job_cluster)
 
 
