@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.state.builds import build, run, warmed
 from tests.state.handoff_rig import hand_over
-from tmd_worker.state.errors import StateMismatch
+from tmd_worker.state.errors import StateMismatch, TrackRefused
 from tmd_worker.state.manifest import Manifest, TensorEntry
 from tmd_worker.state.tracked import Tracked
 
@@ -113,3 +113,41 @@ def test_hyperparameters_and_schedulers_of_another_kind_are_refused_by_name() ->
     other = build(0, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2))
     received, _ = hand_over(source.tracked, other.tracked, step=0)
     assert "scheduler differ: ['gamma', 'step_size'] only here" in str(received)
+
+
+def test_weights_that_are_tied_on_one_side_alone_are_refused_by_name() -> None:
+    def pair(*, tied: bool) -> Tracked:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if tied:
+            model[1].weight = model[0].weight
+        tracked = Tracked()
+        tracked.add("model", model)
+        return tracked
+
+    received, _ = hand_over(pair(tied=True), pair(tied=False), step=0)
+    assert "model/1.weight is tracked here but missing in the state" in str(received)
+    received, _ = hand_over(pair(tied=False), pair(tied=True), step=0)
+    assert "model/1.weight stands where model/1.bias is expected" in str(received)
+
+
+def released(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+def test_a_state_whose_bytes_are_not_there_is_refused_by_name_and_not_read() -> None:
+    """What became of it after it was tracked: read all the same, it would be other memory, or a crash."""
+    offloaded, on_meta, sparse = build(0), build(0), build(0)
+    for source in (offloaded, on_meta, sparse):
+        run(source, 2)
+    released(offloaded.model[0].weight.data)
+    state = on_meta.optimizer.state[on_meta.model[0].weight]
+    state["exp_avg"] = state["exp_avg"].to("meta")
+    state = sparse.optimizer.state[sparse.model[0].weight]
+    state["exp_avg_sq"] = state["exp_avg_sq"].to_sparse()
+    for source, message in (
+        (offloaded, "hand over model/0.weight: its memory was released"),
+        (on_meta, "optimizer/model/0.weight.exp_avg: it is on the meta device"),
+        (sparse, "optimizer/model/0.weight.exp_avg_sq: it is not a plain strided tensor"),
+    ):
+        with pytest.raises(TrackRefused, match=message):
+            source.tracked.full_state(step=2, epoch=0)

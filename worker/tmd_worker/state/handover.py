@@ -16,7 +16,7 @@ from tmd_worker.state.manifest import Manifest, TensorEntry
 from tmd_worker.state.optim import OptimizerState
 from tmd_worker.state.optim import describe as describe_optimizer
 from tmd_worker.state.records import Keeper, Small
-from tmd_worker.state.tensors import DTYPES, allocate, in_memory, is_dense, size_bytes, write_into
+from tmd_worker.state.tensors import DTYPES, allocate, in_memory, is_dense, refuse_unreadable, size_bytes, write_into
 from tmd_worker.state.trackable import load_scaler
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _SAME_SCRIPT = "do both run the same script with the same arguments? Nothing was
 
 
 def describe(tracked: Tracked, records: Keeper, *, step: int, epoch: int) -> tuple[Manifest, list[torch.Tensor]]:
-    """The manifest before `step`, and the memory of its entries in order."""
+    """The manifest before `step`, and the memory of its entries in order. Raises TrackRefused for one that cannot be read."""
     found: dict[str, torch.Tensor] = dict(tracked.parameters)
     structure = {
         "optimizers": {
@@ -37,6 +37,8 @@ def describe(tracked: Tracked, records: Keeper, *, step: int, epoch: int) -> tup
         "scalers": {name: tree.encode(part.state_dict(), name) for name, part in tracked.scalers.items()},
         "gradients": tracked.gradients.presence(),
     }
+    for name, tensor in found.items():
+        refuse_unreadable(name, tensor)
     record, tail = records.before(step)
     manifest = Manifest(
         step=step,

@@ -20,6 +20,8 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -46,6 +48,26 @@ def refuse_special(name: str, tensor: torch.Tensor) -> None:
         what = f"of type {dtype_name(tensor.dtype)}, which is not handled"
     if what:
         raise TrackRefused(f"cannot track {name}: it is {what}")
+
+
+def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
+    """Raises TrackRefused unless the bytes of `tensor` are where it says, at the moment of a hand-over: a script may have moved,
+    wrapped or released what was plain when it was tracked. Quick for what is plain."""
+    if type(tensor) not in _PLAIN or tensor.is_meta or tensor.layout is not torch.strided:
+        refuse_special(name, tensor)
+    elif _end_bytes(tensor) > tensor.untyped_storage().nbytes():
+        raise TrackRefused(
+            f"cannot hand over {name}: its memory was released (offloaded, or resized to nothing); have it in place at the end "
+            "of each step"
+        )
+
+
+def _end_bytes(tensor: torch.Tensor) -> int:
+    """How much storage it needs."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
