@@ -10,13 +10,14 @@ TORCH ?= 2.14.1
 PYTHON_CODE := setup.py tmd worker migrations tests bench examples
 STAGES := lint fast daemon munge transport session simulator slurm e2e soak install
 
-.PHONY: help setup setup-tests setup-slurm plugins install demo soak bench-collectives slurm-up slurm-down test test-fast \
+.PHONY: help setup setup-tests setup-slurm plugins install demo soak bench-collectives bench-handoff slurm-up slurm-down test test-fast \
 	test-slurm test-pyslurm test-torch lint clean $(addprefix stage-,$(STAGES))
 
 help:
 	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
 	@echo "make soak N=20  N demo runs with random moments of drain and kill, all must be bit-identical"
 	@echo "make bench-collectives  collectives against gloo's, into out/bench/collectives.json"
+	@echo "make bench-handoff  how fast a state moves, and what a migration stops for, into out/bench/handoff.json"
 	@echo "make test-fast  lint and the tests without database, real ranks and stacks"
 	@echo "make test-slurm  the tests on a real Slurm cluster, started and stopped on this machine (as root), of Debian's Slurm"
 	@echo "                or of the one that TMD_TEST_SLURM_PREFIX=/opt/slurm names; so do slurm-up and test-pyslurm"
@@ -37,6 +38,9 @@ soak: setup
 
 bench-collectives: setup
 	$(PY) -m bench.collectives --out out/bench/collectives.json
+
+bench-handoff: setup
+	$(PY) -m bench.handoff --out out/bench/handoff.json
 
 # Both are plugins/Makefile's, which also says what can be set: SLURM_PREFIX, PLUGIN_DIR, CONF_DIR.
 plugins:
