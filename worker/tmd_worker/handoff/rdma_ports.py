@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ _INFINIBAND = "class/infiniband"
 ACTIVE = "ACTIVE"
 _ROCE_V2 = "RoCE v2"
 ETHERNET = "Ethernet"
+#: The kernel puts a new address into the first free place, so that no more than so many are ever free between two.
+_GAP = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +119,17 @@ def why_none(found: Sequence[Port]) -> str:
 
 
 def _gids(port: Path) -> tuple[Gid, ...]:
-    found = []
-    for path in (port / "gids").glob("*"):
-        address = _text(path)
-        if not address or not int(ipaddress.IPv6Address(address)):
+    found: list[Gid] = []
+    for index in itertools.count():
+        address = _text(port / "gids" / str(index))
+        if not address or index > (found[-1].index if found else 0) + _GAP:
+            break  # the table has an end, and is hundreds of places long
+        if not int(ipaddress.IPv6Address(address)):
             continue
         family = "IPv4" if ipaddress.IPv6Address(address).ipv4_mapped else "IPv6"
-        version = _text(port / "gid_attrs/types" / path.name)
-        found.append(Gid(int(path.name), address, f"{version} {family}" if version == _ROCE_V2 else version or family))
-    return tuple(sorted(found, key=lambda gid: gid.index))
+        version = _text(port / "gid_attrs/types" / str(index))
+        found.append(Gid(index, address, f"{version} {family}" if version == _ROCE_V2 else version or family))
+    return tuple(found)
 
 
 def _text(path: Path) -> str:

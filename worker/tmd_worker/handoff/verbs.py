@@ -38,7 +38,7 @@ _COMPLETIONS = {
     2: "the queue pair could not carry out a request",
     4: "memory of this process is not registered (any more) for what was asked",
     5: "the connection had already ended",
-    9: "the source's device refused the request: it allows no reads, or fewer at a time",
+    9: "the source refused: it does not allow this kind of request, or fewer at a time",
     WC_REM_ACCESS_ERR: "the source refused: the key is not, or no longer, valid for this memory",
     11: "the source's device could not carry out the request",
     WC_RETRY_EXC_ERR: "the source does not answer: its process has ended, or the network between has",
