@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,12 +31,26 @@ STEPS = 400
 
 
 class Daemon:
-    """`tmd serve` for this cluster. Use as a context manager; `kill` and `start` give it another life."""
+    """`tmd serve` for this cluster. Use as a context manager; `kill` and `start` give it another life.
 
-    def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
-        self._slurm = slurm
+    `user`: as whom it runs, None: as root. `settings`: variables for it alone.
+    """
+
+    def __init__(
+        self,
+        slurm: SlurmCluster,
+        folder: Path,
+        *,
+        user: str | None = None,
+        settings: Mapping[str, str] | None = None,
+        python: Path = Path(sys.executable),
+    ) -> None:
         self._folder = folder
+        self._python = python
+        self._identity: Any = slurm.identity(user, settings)
         self._sockets = tempfile.TemporaryDirectory(prefix="tmd-slurm-sock-")
+        if user is not None:
+            shutil.chown(self._sockets.name, user)
         self.socket = Path(self._sockets.name) / "tmd.sock"
         self.client = Client(str(self.socket))
         self.log = folder / "daemon.log"
@@ -51,12 +66,12 @@ class Daemon:
         places = ["--state-dir", str(self._folder / "state"), "--socket", str(self.socket)]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tmd.daemon.main", "serve", *places, "--resource-manager", "slurm"],
-                env=self._slurm.env,
+                [str(self._python), "-m", "tmd.daemon.main", "serve", *places, "--resource-manager", "slurm"],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                **self._identity,
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline and self._process.poll() is None:
@@ -70,6 +85,10 @@ class Daemon:
         """Starts it again if it does not run."""
         if self._process is None or self._process.poll() is not None:
             self.start()
+
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def kill(self) -> None:
         """kill -9."""
@@ -98,12 +117,22 @@ class Daemon:
 
 
 class SlurmStack(Cluster):
-    """A daemon beside a Slurm cluster, with the jobs of this test."""
+    """A daemon beside a Slurm cluster, with the jobs of this test. `settings`: variables for every job of it."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
+    def __init__(
+        self,
+        slurm: SlurmCluster,
+        folder: Path,
+        *,
+        daemon: Daemon | None = None,
+        settings: Mapping[str, str] | None = None,
+        python: Path = Path(sys.executable),
+    ) -> None:
         self.slurm = slurm
+        self._python = python
         self.folder = folder
-        self.stack: Any = Daemon(slurm, folder / "tmd")
+        self.stack: Any = daemon or Daemon(slurm, folder / "tmd")
+        self._settings = settings
         self._numbers = itertools.count(1)
 
     def settle(self) -> None:
@@ -111,12 +140,15 @@ class SlurmStack(Cluster):
         self.slurm.settle()
         self.stack.revive()
 
-    def started(self, *, standby: int, options: tuple[str, ...] = ()) -> SlurmJob:
+    def started(self, *, standby: int, options: tuple[str, ...] = (), user: str | None = None) -> SlurmJob:
         """A job whose standbys are ready."""
-        return self.several_started(1, standby=standby, options=options)[0]
+        return self.several_started(1, standby=standby, options=options, user=user)[0]
 
-    def several_started(self, number: int, *, standby: int, options: tuple[str, ...] = ()) -> list[SlurmJob]:
-        jobs = [self.sbatch(standby=standby, steps=STEPS, pace_ms=IDLE_PACE_MS, options=options) for _ in range(number)]
+    def several_started(
+        self, number: int, *, standby: int, options: tuple[str, ...] = (), user: str | None = None
+    ) -> list[SlurmJob]:
+        given: dict[str, Any] = {"steps": STEPS, "pace_ms": IDLE_PACE_MS, "options": options, "user": user}
+        jobs = [self.sbatch(standby=standby, **given) for _ in range(number)]
         for job in jobs:
             job.wait_ready(standby)
         for job in jobs:
@@ -124,23 +156,43 @@ class SlurmStack(Cluster):
         return jobs
 
     def sbatch(
-        self, *, nodes: int = WORLD_SIZE, standby: int = 0, steps: int, pace_ms: float = PACE_MS, options: tuple[str, ...] = ()
+        self,
+        *,
+        nodes: int = WORLD_SIZE,
+        standby: int = 0,
+        steps: int,
+        pace_ms: float = PACE_MS,
+        options: tuple[str, ...] = (),
+        user: str | None = None,
+        srun: str = "srun",
     ) -> SlurmJob:
-        """A job of `nodes` ranks that train and `standby` nodes more. Returns once the daemon knows it."""
-        out = self.slurm.places.shared / f"job{next(self._numbers)}"
+        """A job of `nodes` ranks that train and `standby` nodes more. Returns once the daemon knows it. `srun`: how the script
+        calls it."""
+        job = self.prepared(self.slurm.places.shared / f"job{next(self._numbers)}", steps, pace_ms)
+        script = f"{srun} {self.command(str(job.out), steps)}\necho $? > {job.out}/srun.code"
+        asked = (f"--nodes={nodes}", "--ntasks-per-node=1", *((f"--standby={standby}",) if standby else ()))
+        places = (f"--output={job.out}/output", f"--chdir={job.out}")
+        environment = {**self.environment(), **job.faults.environment()}
+        job.id = self.slurm.sbatch(script, *asked, *places, *options, env=environment, user=user)
+        until(lambda: self.stack.job(job.id), f"the daemon knows {job.id}: {job.logs()}", every_s=0.1)
+        return job
+
+    def prepared(self, out: Path, steps: int, pace_ms: float) -> SlurmJob:
+        """A job with a folder into which every user may write; it is submitted by who calls this."""
         out.mkdir()
         out.chmod(0o777)
         job = SlurmJob(self, out)
         job.steps = steps
         job.set_pace(pace_ms)
-        command = f"{sys.executable} -m tmd_worker.agent {TRAIN} --out {out} --steps {steps}"
-        script = f"srun {command}\necho $? > {out}/srun.code"
-        asked = (f"--nodes={nodes}", "--ntasks-per-node=1", *((f"--standby={standby}",) if standby else ()))
-        places = (f"--output={out}/output", f"--chdir={out}")
-        environment = {"TMD_DAEMON": f"unix:{self.stack.socket}", **job.faults.environment()}
-        job.id = self.slurm.sbatch(script, *asked, *places, *options, env=environment)
-        until(lambda: self.stack.job(job.id), f"the daemon knows {job.id}: {job.logs()}", every_s=0.1)
         return job
+
+    def command(self, out: str, steps: int) -> str:
+        """The training, as a script calls it."""
+        return f"{self._python} -m tmd_worker.agent {TRAIN} --out {out} --steps {steps}"
+
+    def environment(self) -> dict[str, str]:
+        """What a job must know of the daemon."""
+        return {"TMD_DAEMON": f"unix:{self.stack.socket}", **(self._settings or {})}
 
 
 class SlurmJob(Job):
@@ -150,16 +202,23 @@ class SlurmJob(Job):
 
     def __init__(self, cluster: SlurmStack, out: Path) -> None:
         super().__init__(cluster, out)
+        #: As squeue is asked for it: a task of an array by array and number, since the array's own id means all of them.
+        self.listed_as = ""
+
+    def _listed(self, what: str) -> str:
+        """What squeue prints of it in this format; empty once it has ended."""
+        job = self.listed_as or self.id
+        return self.cluster.slurm.run("squeue", "--noheader", f"--jobs={job}", f"--format={what}", check=False).stdout.strip()
 
     def allocation(self) -> set[str]:
         """The nodes that Slurm lists; none of a job that has ended."""
-        listed = self.cluster.slurm.run("squeue", "--noheader", f"--jobs={self.id}", "--format=%N", check=False).stdout.strip()
+        listed = self._listed("%N")
         if not listed:
             return set()
         return set(self.cluster.slurm.run("scontrol", "show", "hostnames", listed).stdout.split())
 
     def batch_host(self) -> str:
-        return self.cluster.slurm.run("squeue", "--noheader", f"--jobs={self.id}", "--format=%B").stdout.strip()
+        return self._listed("%B")
 
     def rank_off_the_batch_host(self) -> tuple[int, str]:
         """A rank whose node Slurm would take back, and that node."""
@@ -204,8 +263,11 @@ class SlurmJob(Job):
     def wait_gone(self) -> None:
         """Slurm has ended the job, and no process of it is left on any node."""
         until(lambda: not self.allocation(), f"job {self.id} has left the queue\n{self.logs()}", every_s=0.1)
-        mark = f"--out\0{self.out}\0"
-        until(lambda: not _processes_with(mark), f"processes of job {self.id} have ended: {_processes_with(mark)}")
+        until(lambda: not self.processes(), f"processes of job {self.id} have ended: {self.processes()}")
+
+    def processes(self) -> dict[int, str]:
+        """Pid -> command line of its agents and ranks, wherever they are."""
+        return _processes_with(f"--out\0{self.out}\0")
 
     def cancel(self) -> None:
         self.cluster.slurm.run("scancel", self.id)
@@ -238,12 +300,12 @@ def stopped(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def _processes_with(needle: str) -> list[str]:
-    """Command lines that hold it."""
-    found = []
+def _processes_with(needle: str) -> dict[int, str]:
+    """Pids and command lines that hold it."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 if needle in (text := (entry / "cmdline").read_text()):
-                    found.append(text.replace("\0", " "))
+                    found[int(entry.name)] = text.replace("\0", " ")
     return found

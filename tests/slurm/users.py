@@ -1,5 +1,5 @@
-"""Two ordinary users for jobs. Slurm looks users up by name and number, so a bare number would not do: scripts/setup-slurm
-makes these two, system users without password or home; `userdel` takes them away again."""
+"""Two ordinary users for jobs, and one as whom tmd's daemon runs. Slurm looks users up by name and number, so a bare number would
+not do: scripts/setup-slurm makes them, system users without password or home; `userdel` takes them away again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pwd
 
 ALICE = "tmd-alice"
 BOB = "tmd-bob"
+DAEMON = "tmd-daemon"
 
 
 @dataclasses.dataclass(frozen=True)
