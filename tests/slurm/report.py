@@ -28,6 +28,7 @@ SCENARIOS = (
     "munge down in the middle of a move",
     "job without the flag: as without the plugins",
     "jobs of two users under a daemon of its own user",
+    "binding, GPUs, limits, container options and output of a joiner",
     "drain of a node of one task of an array",
     "scancel",
     "time limit",
