@@ -53,7 +53,7 @@ def check_pool(facts: Facts, slurm: SlurmFacts) -> Iterator[Finding]:
 def _times(found: SlurmReservation, now_s: float) -> Finding:
     nodes = words.count(len(found.nodes), "node")
     if not found.nodes:
-        return fault("pool", f"reservation {found.name} has no node", f"scontrol update reservation={found.name} Nodes+=NODES")
+        return fault("pool", f"reservation {found.name} has no node", f"scontrol update reservation={found.name} Nodes=NODES")
     if found.end_s <= now_s:
         return fault("pool", f"reservation {found.name} has ended", f"scontrol update reservation={found.name} Duration=infinite")
     if found.start_s > now_s:
