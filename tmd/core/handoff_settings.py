@@ -21,6 +21,15 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "A transfer that breaks goes on over tcp in any case. Ranks learn of a change when they are started."
         ),
     ] = "auto"
+    tls: Annotated[
+        str,
+        Meta(
+            description="Folder on every compute node with certificate.pem, key.pem and authority.pem (who has signed the "
+            "certificates), readable by the job's user: states that go over tcp are then encrypted. Names in certificates are "
+            "not looked at, since the job's key has proven who a peer is.",
+            extra={"default": "none: not encrypted", "example": '"/etc/tmd/handoff"'},
+        ),
+    ] = ""
 
     def terms(self) -> HandoffTerms:
-        return HandoffTerms(transport=self.transport)
+        return HandoffTerms(transport=self.transport, tls=self.tls)

@@ -14,6 +14,8 @@ class HandoffTerms(msgspec.Struct, frozen=True, kw_only=True):
     """The same for every process of a daemon's jobs (1.3)."""
 
     transport: TransferMode = "auto"
+    #: Folder on the compute nodes with what TLS needs; empty: data over tcp is not encrypted.
+    tls: str = ""
 
 
 class HandoffReport(msgspec.Struct, frozen=True, kw_only=True):

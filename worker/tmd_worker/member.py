@@ -29,6 +29,7 @@ from tmd_worker import faults, guard, mistakes
 from tmd_worker.control import Control, Heart
 from tmd_worker.core.rank import RankCore
 from tmd_worker.discard import StepDiscarded
+from tmd_worker.handoff import tls
 from tmd_worker.handoff.probe import Transports
 from tmd_worker.handoff.tcp import SERVICE, Tcp
 from tmd_worker.installing import Installer
@@ -74,7 +75,7 @@ class MemberEngine:
         self._tracked = Tracked()
         own, inherited = RecordShelf(), RecordShelf()
         self._vote = CommitVote(self._runtime, self._fabric, self._tracked, own)
-        tcp = Tcp()
+        tcp = Tcp(tls=tls.contexts(welcome.handoff))
         transports = Transports([tcp])
         if obstacle := transports.obstacle(welcome.handoff.transport):
             sys.exit(f"tmd: [handoff] transport is {welcome.handoff.transport} and cannot be used here: {obstacle}")
@@ -102,7 +103,7 @@ class MemberEngine:
                 if reason := check_protocol(welcome.protocol):
                     sys.exit(f"tmd: between this rank and its agent: {reason}")
                 engine = cls(control, welcome)
-            except CannotListen as error:
+            except (CannotListen, tls.NoTls) as error:
                 sys.exit(f"tmd: {error}")
             engine._join()
         return engine._run_main(main)
