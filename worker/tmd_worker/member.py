@@ -31,6 +31,7 @@ from tmd_worker.core.rank import RankCore
 from tmd_worker.discard import StepDiscarded
 from tmd_worker.handoff import tls
 from tmd_worker.handoff.probe import Transports
+from tmd_worker.handoff.rdma import Rdma
 from tmd_worker.handoff.tcp import SERVICE, Tcp
 from tmd_worker.installing import Installer
 from tmd_worker.live import LiveLoop
@@ -76,7 +77,7 @@ class MemberEngine:
         own, inherited = RecordShelf(), RecordShelf()
         self._vote = CommitVote(self._runtime, self._fabric, self._tracked, own)
         tcp = Tcp(tls=tls.contexts(welcome.handoff))
-        transports = Transports([tcp])
+        transports = Transports([Rdma(), tcp])
         if obstacle := transports.obstacle(welcome.handoff.transport):
             sys.exit(f"tmd: [handoff] transport is {welcome.handoff.transport} and cannot be used here: {obstacle}")
         self._fabric.serve(SERVICE, tcp.serve)
