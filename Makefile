@@ -8,10 +8,10 @@ SEEDS ?= 0:1500
 TORCH ?= 2.14.1
 # Where this project's Python is: a script of your own beside it is nobody's business.
 PYTHON_CODE := setup.py tmd worker migrations tests bench examples
-STAGES := lint fast daemon munge transport session simulator slurm e2e soak install
+STAGES := lint fast daemon munge transport session simulator slurm rdma e2e soak install
 
-.PHONY: help setup setup-tests setup-slurm plugins install demo soak bench-collectives bench-handoff slurm-up slurm-down test test-fast \
-	test-slurm test-pyslurm test-torch lint clean $(addprefix stage-,$(STAGES))
+.PHONY: help setup setup-tests setup-slurm setup-rdma plugins install demo soak bench-collectives bench-handoff slurm-up slurm-down test test-fast \
+	test-slurm test-rdma test-pyslurm test-torch lint clean $(addprefix stage-,$(STAGES))
 
 help:
 	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-fast  lint and the tests without database, real ranks and stacks"
 	@echo "make test-slurm  the tests on a real Slurm cluster, started and stopped on this machine (as root), of Debian's Slurm"
 	@echo "                or of the one that TMD_TEST_SLURM_PREFIX=/opt/slurm names; so do slurm-up and test-pyslurm"
+	@echo "make test-rdma  the transfer of states over RDMA, in virtual machines with soft RoCE (as root, for its packages)"
 	@echo "make test-pyslurm  the Slurm client through pyslurm, where Slurm 25.11 is installed"
 	@echo "make slurm-up   such a cluster to play with, until make slurm-down"
 	@echo "make plugins    what Slurm loads (needs a C compiler and libslurm-dev); make install DESTDIR=... puts it where Slurm looks"
@@ -52,6 +53,9 @@ install:
 setup-slurm:
 	@scripts/setup-slurm
 
+setup-rdma:
+	@scripts/setup-rdma
+
 slurm-up: setup setup-slurm
 	@$(PY) -m tests.slurm up --nodes $(or $(NODES),4)
 
@@ -71,11 +75,15 @@ test-slurm: setup setup-slurm
 	@rm -rf out/stages out/flaky
 	@$(MAKE) --no-print-directory stage-slurm
 
+test-rdma: setup setup-rdma
+	@rm -rf out/stages out/flaky
+	@$(MAKE) --no-print-directory stage-rdma
+
 # Not a stage of `make test`: no distribution carries that Slurm. It fails where it is missing.
 test-pyslurm: setup setup-slurm
 	@scripts/test-pyslurm
 
-test: setup-tests setup-slurm
+test: setup-tests setup-slurm setup-rdma
 	@rm -rf out/stages out/flaky
 	@for stage in $(STAGES); do $(MAKE) --no-print-directory stage-$$stage || exit 1; done
 	@scripts/stages-complete $(STAGES)
@@ -89,7 +97,7 @@ stage-lint:
 
 # What needs a Postgres, many processes or minutes has a stage of its own.
 stage-fast:
-	@scripts/stage fast scripts/pytest-stage tests $(addprefix --ignore tests/,daemon munge transport session slurm e2e)
+	@scripts/stage fast scripts/pytest-stage tests $(addprefix --ignore tests/,daemon munge transport session slurm rdma e2e)
 
 stage-daemon:
 	@scripts/stage daemon scripts/pytest-stage tests/daemon
@@ -110,6 +118,10 @@ stage-simulator:
 stage-slurm:
 	@rm -f out/slurm/report.json
 	@TEST_PROCESSES=1 scripts/stage slurm bash -c 'scripts/pytest-stage tests/slurm && $(PY) -m tests.slurm.report'
+
+# In one process: its two virtual machines are booted once.
+stage-rdma:
+	@TEST_PROCESSES=1 scripts/stage rdma scripts/pytest-stage tests/rdma
 
 # One after the other: each of them starts up to a dozen processes that import PyTorch.
 stage-e2e:
