@@ -42,8 +42,8 @@ def test_jobs_of_two_users(head: Head, reference: SlurmJob, report: Report) -> N
     2. A node of alice's is drained, then one is killed: her ranks move, and what was started for it is hers.
     3. Bob can neither see her job nor have anything done in it. His own has not noticed anything.
     """
-    bob = head.started(standby=0, user=BOB, options=("--exclusive",))
-    bob.set_pace(SLOW_PACE_MS)
+    bob = head.sbatch(steps=STEPS, pace_ms=SLOW_PACE_MS, user=BOB, options=("--exclusive",))
+    bob.wait_state("running")
     alice = head.started(standby=2, user=ALICE, options=("--exclusive",))
     alice.set_pace(SLOW_PACE_MS)
     assert uid_of(head.stack.pid()) == user(DAEMON).uid
