@@ -39,7 +39,7 @@ async def ledger(database_url: str) -> AsyncIterator[Ledger]:
 async def test_a_sound_ledger_is_called_sound_while_its_daemon_goes_on(ledger: Ledger, database_url: str) -> None:
     checked = await check(database_url)
     assert checked.problems == []
-    assert checked.revision == "0004"
+    assert checked.revision == "0005"
     expected = {"jobs": 2, "ranks": 8, "nodes": 2, "migrations": 2, "events": 8, "releases": 1, "store": 1, "store_replies": 1}
     assert checked.rows == {**expected, "meta": 1}
     await ledger.write(Persist(paused=True))
@@ -74,8 +74,8 @@ async def test_a_sound_ledger_is_called_sound_while_its_daemon_goes_on(ledger: L
         ),
         ("UPDATE migrations SET job_id = 'j1', checksum = NULL", "no record of the incarnation old.1 in job j1"),
         ("UPDATE meta SET value = 'x', checksum = NULL", "how often a daemon has started is 'x', which is no number"),
-        ("ALTER TABLE nodes DROP COLUMN labels", "the schema is not that of revision 0004, it needs: add column nodes labels"),
-        ("DROP TABLE store", "the schema is not that of revision 0004, it needs: add table store"),
+        ("ALTER TABLE nodes DROP COLUMN labels", "the schema is not that of revision 0005, it needs: add column nodes labels"),
+        ("DROP TABLE store", "the schema is not that of revision 0005, it needs: add table store"),
     ],
 )
 async def test_what_is_wrong_is_named(ledger: Ledger, database_url: str, statement: str, problem: str) -> None:
@@ -88,7 +88,7 @@ async def test_what_is_wrong_is_named(ledger: Ledger, database_url: str, stateme
 async def test_the_command_says_it_in_words_in_json_and_by_its_exit_code(ledger: Ledger, database_url: str) -> None:
     await ledger.close()
     sound = await call("--database", database_url)
-    assert (sound.exit_code, sound.output) == (0, f"{database_url}, revision 0004: ok; {sound.output.partition('; ')[2]}")
+    assert (sound.exit_code, sound.output) == (0, f"{database_url}, revision 0005: ok; {sound.output.partition('; ')[2]}")
     await change(database_url, lambda connection: connection.execute(text("UPDATE jobs SET epoch = 1")))
     wrong = await call("--database", database_url)
     assert wrong.exit_code == 1
@@ -136,5 +136,5 @@ async def test_an_older_ledger_is_left_as_it_is(database_url: str) -> None:
     await change(database_url, lambda connection: connection.execute(text("UPDATE alembic_version SET version_num = '0002'")))
     result = await call("--database", database_url)
     assert result.exit_code == 1
-    assert "is at revision 0002, this tmd needs 0004" in result.stderr
+    assert "is at revision 0002, this tmd needs 0005" in result.stderr
     assert "tmctl ledger upgrade" in result.stderr

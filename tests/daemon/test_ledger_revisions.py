@@ -19,7 +19,7 @@ from tmd.ledger import revisions, schema
 from tmd.ledger.ledger import Ledger, upgrade
 from tmd.ledger.revisions import UnknownRevision
 
-NEWEST = "0004"
+NEWEST = "0005"
 
 
 def differences(connection: Connection) -> list[object]:
