@@ -26,10 +26,10 @@ QUEUES = 4
 QUEUE_REQUESTS = 1024
 #: Reads of one queue pair that the two devices carry out at once.
 _READS = 16
-#: 4.096 µs · 2**16 = 0.27 s without an answer, then again six times: a short flap of a link is survived, a dead peer ends it in
-#: about 2 s (a device may take up to four times that). The control channel usually knows earlier, and closes the end. Seven, the
-#: most, would be endless with soft RoCE.
-_ANSWER_EXPONENT = 16
+#: 4.096 µs · 2**18 = 1.1 s without an answer, then again six times: a short flap of a link and a peer that is starved of CPU are
+#: survived, a dead peer ends it in about 8 s (a device may take four times that). The control channel usually knows earlier, and
+#: closes the end. Seven, the most, would be endless with soft RoCE.
+_ANSWER_EXPONENT = 18
 _RETRIES = 6
 _NOT_READY_TIMER = 12
 _HOPS = 64
