@@ -24,7 +24,7 @@ TRAIN = ROOT / "tests/e2e/train_small.py"
 RUN = [sys.executable, "-m", "tmd_worker.agent"]
 STEPS = 60
 #: While a test acts on the job, and while it waits for processes that import PyTorch: the steps must not run out.
-PACE_MS, SLOW_PACE_MS = 40, 3000
+PACE_MS, SLOW_PACE_MS = 250, 3000
 DEADLINE_S = 240.0
 
 
