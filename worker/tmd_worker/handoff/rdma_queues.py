@@ -21,7 +21,7 @@ from tmd_worker.handoff.rdma_ports import ACTIVE, ETHERNET, Gid, Port, state_of
 from tmd_worker.handoff.transfer import CHUNK_BYTES, CHUNK_PIECES, TransferFailed
 
 #: More than one, since many devices and switches spread load by queue pair.
-QUEUES = 4
+QUEUES = 2
 #: Requests of one queue pair that have not been completed.
 QUEUE_REQUESTS = 1024
 #: Reads of one queue pair that the two devices carry out at once.
