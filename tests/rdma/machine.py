@@ -177,7 +177,7 @@ class VirtualMachine:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        with open(CONSOLES / f"console-{self.name}.log", "w", buffering=1) as log:
+        with self._process.stdout, open(CONSOLES / f"console-{self.name}.log", "w", buffering=1) as log:
             for line in self._process.stdout:
                 log.write(line)
                 with self._changed:
