@@ -103,8 +103,12 @@ def _transfer(size_bytes: int, rounds: int) -> dict[str, Any]:
     child = context.Process(target=_source, args=(size_bytes, theirs, os.getpid()), daemon=True)
     child.start()
     theirs.close()
-    try:
+    with contextlib.ExitStack() as ending:
+        ending.callback(child.join)
+        ending.callback(child.kill)
+        ending.callback(ours.close)
         reader = _Reader(size_bytes, ours)
+        ending.callback(reader.close)
         times: dict[str, list[float]] = {who: [] for who in CONTESTANTS}
         for number in range(-1, rounds):
             for who in CONTESTANTS if number % 2 else reversed(CONTESTANTS):
@@ -112,9 +116,6 @@ def _transfer(size_bytes: int, rounds: int) -> dict[str, Any]:
                 if number >= 0:  # the first round warms up
                     times[who].append(seconds)
             say(f"transfer, round {number + 1}/{rounds}")
-    finally:
-        child.kill()
-        child.join()
     result: dict[str, Any] = {"bytes": size_bytes, "rounds": rounds, "streams": STREAMS}
     for who in CONTESTANTS:
         result[f"{who}_mib_s"] = round(size_bytes / MIB / statistics.median(times[who]), 1)
@@ -137,6 +138,11 @@ class _Reader:
             sock.sendall(bytes(_TOKEN_BYTES))
         self._joiner = Tcp(STREAMS).joiner(functools.partial(_dial, port))
         self._joiner.connect(answer, TIMEOUT_S)
+
+    def close(self) -> None:
+        for sock in self._raw:
+            sock.close()
+        self._joiner.close()
 
     def time(self, who: str) -> float:
         """Seconds from the word to go until the last byte is there and, with digests, compared."""
