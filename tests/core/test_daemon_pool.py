@@ -3,6 +3,7 @@ was taken is given back. The agents' commands are a test's own words here; tests
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -154,6 +155,51 @@ def test_who_waits_for_the_pool_is_told_why(pool: dict[str, Any], says: str) -> 
     assert says in cluster.daemon.sentences()["n1"]
     cluster.pool()
     assert ordered(cluster, "expand")[1].nodes == ("n7",), "it goes on once the obstacle is gone"
+
+
+def preempted(now: float) -> dict[str, Any]:
+    return {"preempted_s": now, "ends_s": now + 300.0}
+
+
+def ending(now: float) -> dict[str, Any]:
+    return {"ends_s": now + 8.0}
+
+
+@pytest.mark.parametrize(
+    ("end", "says"), [(preempted, "the resource manager has preempted the job"), (ending, "the job's time ends in ")]
+)
+def test_a_job_that_is_about_to_end_takes_no_node_for_ranks_that_should_move(
+    end: Callable[[float], dict[str, Any]], says: str
+) -> None:
+    cluster = job()
+    cluster.allocate(**end(cluster.now), **ASKED)
+    drain(cluster, "n1")
+    cluster.pass_time(1)
+    assert cluster.order("expand") is None
+    assert f"nothing comes from the pool: {says}" in cluster.daemon.sentences()["n1"]
+    cluster.allocate(**ASKED)
+    assert ordered(cluster, "expand")[1].nodes == ("n7",), "it goes on once the job is given more time"
+
+
+@pytest.mark.parametrize("end", [preempted, ending])
+def test_a_job_that_is_about_to_end_takes_no_node_for_a_lost_one(end: Callable[[float], dict[str, Any]]) -> None:
+    cluster = job()
+    cluster.allocate(**end(cluster.now), **ASKED)
+    cluster.kill_node("n2")
+    cluster.pass_time(cluster.settings.heartbeat_timeout_s + 1)
+    assert cluster.order("expand") is None
+    assert "nothing comes from the pool: the " in cluster.sentence()
+
+
+@pytest.mark.parametrize("end", [preempted, ending])
+def test_a_job_that_is_about_to_end_gets_no_standby_in_the_place_of_a_used_one(end: Callable[[float], dict[str, Any]]) -> None:
+    cluster = Cluster(allocated=True, standbys=0)
+    cluster.allocate(**end(cluster.now), **OWN)
+    cluster.pool()
+    cluster.train(3)
+    assert cluster.order("expand") is None
+    cluster.allocate(**OWN)
+    assert ordered(cluster, "expand")[1].nodes == ("n7",)
 
 
 def test_what_slurm_refuses_is_said_and_tried_again_on_another_node() -> None:

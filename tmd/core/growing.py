@@ -1,12 +1,12 @@
 """Nodes from the pool: a job that asked for standbys and has none left takes one for ranks that must move or have no holder, and
-another one for what was used, and gives back what it does not need after all.
+another one for what was used, and gives back what it does not need after all. One that is about to end takes none.
 
 Contract: one node at a time, by one order to one of the job's agents; a node has come once the resource manager lists it. Nothing
 is remembered over a restart of the daemon: what the job holds says the resource manager, what is under way say the agents."""
 
 from __future__ import annotations
 
-from tmd.core import errands, requests, words
+from tmd.core import errands, requests, time_left, words
 from tmd.core.job import Job
 from tmd.core.pool import Pool
 
@@ -164,7 +164,7 @@ def _gives_back(job: Job) -> bool:
 def _reach(job: Job, now: float, word: Pool) -> None:
     """Gives the order for one node, unless something is in the way, which the sentence says."""
     free = job.pool.free(job) if job.pool is not None else []
-    if _obstacle(job, word) or not free:
+    if _obstacle(job, now, word) or not free:
         return
     if job.shrink.order_id:
         return  # one change of the job's size at a time: each names all nodes that are to be left
@@ -174,10 +174,13 @@ def _reach(job: Job, now: float, word: Pool) -> None:
     errands.begin(job, now, errand, word.way, (node,))
 
 
-def _obstacle(job: Job, word: Pool) -> str:
+def _obstacle(job: Job, now: float, word: Pool) -> str:
     """Why no node can come from the pool, whether it has any or not."""
     allocation = job.allocation
     assert allocation is not None
+    late = time_left.too_late(job, now)
+    if late:
+        return late
     if word.problem:
         return word.problem
     if word.users and allocation.user and allocation.user not in word.users:
@@ -217,7 +220,7 @@ def _sentence(job: Job, now: float, word: Pool) -> str:
     if errand.order_id:
         way = "expansion" if errand.kind == "expand" else "a companion job"
         return f"{errand.nodes[0]} is being taken from reservation {word.name} by {way}{failed}"
-    obstacle = _obstacle(job, word)
+    obstacle = _obstacle(job, now, word)
     if obstacle:
         return f"nothing comes from the pool: {obstacle}"
     if job.pool is None or not job.pool.free(job):
