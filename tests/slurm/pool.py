@@ -9,10 +9,12 @@ from pathlib import Path
 
 from tests.e2e.cluster import ROOT, TRAIN, WORLD_SIZE, until
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.stack import IDLE_PACE_MS, STEPS, Daemon, SlurmJob, SlurmStack
+from tests.slurm.stack import IDLE_PACE_MS, Daemon, SlurmJob, SlurmStack
 from tests.slurm.users import ALICE, user
 
 RESERVATION = "standby"
+#: Fewer than the reference has, but enough for two moves.
+STEPS = 200
 #: Alice's account.
 ACCOUNT = "lab"
 #: A copy of this interpreter that alice can run: this one may lie in root's home.
@@ -64,9 +66,7 @@ class PoolStack(SlurmStack):
     """Use as a context manager. All jobs are alice's."""
 
     def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
-        super().__init__(slurm, folder)
-        self.stack = OpenDaemon(slurm, folder / "tmd")
-        self._python = _python_for_alice(slurm)
+        super().__init__(slurm, folder, daemon=OpenDaemon(slurm, folder / "tmd"), python=_python_for_alice(slurm))
 
     def training(self, asked: str) -> SlurmJob:
         """A job with `--standby=asked` whose ranks train, slowly enough for standbys to start meanwhile."""

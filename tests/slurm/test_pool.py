@@ -3,13 +3,15 @@ ranks must move, taken anew when they were used, given back, and not lost with t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.cluster import WORLD_SIZE, assert_unharmed, until
-from tests.slurm.cluster import SlurmCluster
+from tests.slurm.cluster import SLURMCTLD, SlurmCluster
 from tests.slurm.pool import PoolStack, enrol, members, reserve, unreserve
 from tests.slurm.report import Report
 from tests.slurm.stack import SlurmJob, SlurmStack, stopped
@@ -46,25 +48,6 @@ def pool(stack: SlurmStack, job_cluster: SlurmCluster, tmp_path: Path) -> Iterat
 def origin(job: SlurmJob, node: str) -> str:
     """Where the ledger says that it came from."""
     return str(job.use_of(node)["origin"])
-
-
-def test_ranks_move_into_the_pool_by_expansion(
-    pool: Callable[..., PoolStack], job_cluster: SlurmCluster, reference: SlurmJob, report: Report
-) -> None:
-    reserve(job_cluster, *POOL)
-    job = pool().training("1:pool")
-    rank, node = job.rank_off_the_batch_host()
-    job.drain(node)
-    record = job.wait_move(node)
-    assert job.node_of(rank) in POOL
-    job.wait_given_back(node)
-    job_cluster.wait_state(node, "IDLE+DRAIN")
-    assert len(job.allocation()) == WORLD_SIZE
-    assert origin(job, job.node_of(rank)) == "reservation standby, by expansion"
-    job.finish()
-    assert_unharmed(job, reference)
-    job.cluster.returned(*POOL)
-    report.add("move into the pool by expansion", [record])
 
 
 def test_what_was_used_is_taken_anew_so_that_a_second_drain_finds_a_standby(
@@ -126,15 +109,22 @@ def rank_is_elsewhere(job: SlurmJob, rank: int, node: str) -> bool:
 def test_a_daemon_killed_in_the_middle_of_a_growth_loses_no_node(
     pool: Callable[..., PoolStack], job_cluster: SlurmCluster, reference: SlurmJob
 ) -> None:
-    """1. The agent that is to take the node is stopped. 2. The order is given. 3. The daemon dies. 4. The agent takes the node.
-    5. The next daemon finds it in the job."""
+    """1. The order is given to an agent that is stopped. 2. slurmctld is stopped; the agent goes on and asks it. 3. The daemon
+    dies. 4. slurmctld goes on, and the agent takes the node. 5. The next daemon finds it in the job."""
     reserve(job_cluster, *POOL)
     stack = pool()
     job = stack.training("1:pool")
     rank, node = job.rank_off_the_batch_host()
-    with stopped(job.agent_pid(job.batch_host())):
-        job.drain(node)
-        until(lambda: "is being taken from reservation" in job.node_sentence(node), f"a node is taken: {job.node_sentence(node)}")
+    agent = job.agent_pid(job.batch_host())
+    with contextlib.ExitStack() as silent:
+        with stopped(agent):
+            job.drain(node)
+            until(
+                lambda: "is being taken from reservation" in job.node_sentence(node),
+                f"a node is taken: {job.node_sentence(node)}",
+            )
+            silent.enter_context(stopped(job_cluster.part_pid(SLURMCTLD)))
+        until(lambda: asks_slurm(agent), "the agent asks Slurm")
         stack.stack.kill()
     until(lambda: not job.allocation().isdisjoint(POOL), "the job has the node, with no daemon there")
     stack.stack.start()
@@ -148,8 +138,12 @@ def test_a_daemon_killed_in_the_middle_of_a_growth_loses_no_node(
     stack.returned(*POOL)
 
 
-def test_who_waits_for_the_pool_sees_why_and_goes_on_once_it_has_a_node(
-    pool: Callable[..., PoolStack], job_cluster: SlurmCluster, reference: SlurmJob
+def asks_slurm(agent: int) -> bool:
+    return any(child.name() == "scontrol" for child in psutil.Process(agent).children())
+
+
+def test_who_waits_for_the_pool_sees_why_and_moves_by_expansion_once_it_has_a_node(
+    pool: Callable[..., PoolStack], job_cluster: SlurmCluster, reference: SlurmJob, report: Report
 ) -> None:
     """No reservation; one for others; one that is all in use; then a free node. A job in it whose patron is gone is ended."""
 
@@ -170,9 +164,14 @@ def test_who_waits_for_the_pool_sees_why_and_goes_on_once_it_has_a_node(
     job.wait_progress()
     job_cluster.run("scancel", tenant)
     orphan = job_cluster.sbatch("sleep 1000", *place, "--comment=tmd:companion=4000000", user=ALICE)
-    job.wait_move(node)
+    record = job.wait_move(node)
     assert orphan not in members(job_cluster)
     assert job.node_of(rank) == POOL[0]
+    job.wait_given_back(node)
+    job_cluster.wait_state(node, "IDLE+DRAIN")
+    assert len(job.allocation()) == WORLD_SIZE
+    assert origin(job, POOL[0]) == "reservation standby, by expansion"
     job.finish()
     assert_unharmed(job, reference)
     job.cluster.returned(POOL[0])
+    report.add("move into the pool by expansion", [record])
