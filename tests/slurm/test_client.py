@@ -5,18 +5,26 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from tests.slurm.clients import opened_client
 from tests.slurm.cluster import MUNGED, SLURMCTLD, SLURMDBD, SlurmCluster
+from tests.slurm.files import Options
 from tests.slurm.users import ALICE, BOB, user
 from tmd.nodes.base import QueryFailed, RequestRefused, UnknownJob, UnknownNode
 from tmd.nodes.slurm.client import SlurmClient
 
 #: A job whose step outlives the loss of a node.
 STEADY = "srun --no-kill --kill-on-bad-exit=0 --wait=0 sleep 1000"
+GRACE_S = 120
+PREEMPTION = f"""
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
+PartitionName=scavenge Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime={GRACE_S} State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP
+"""
 
 
 @pytest.fixture
@@ -107,6 +115,36 @@ async def test_a_job_that_was_requeued_is_another_life_of_it(client: SlurmClient
     assert (job.state, job.restart_count, job.held_nodes, job.end_s) == ("PENDING", 1, (), None)
 
 
+async def test_a_job_that_is_held_after_its_requeue_has_not_ended(client: SlurmClient, cluster: SlurmCluster) -> None:
+    job_id = running(cluster, "--requeue", "-N1")
+    cluster.run("scontrol", "requeuehold", "State=SpecialExit", job_id)
+    listed = ("squeue", "-h", "-j", job_id, "-o", "%T")
+    cluster.wait_for(lambda: cluster.run(*listed).stdout == "SPECIAL_EXIT\n", "the job to be held")
+    assert [(job.job_id, job.state, job.held_nodes) for job in await client.jobs()] == [(job_id, "SPECIAL_EXIT", ())]
+
+
+async def test_a_job_without_a_script_or_a_limit_has_no_batch_host_and_no_end(client: SlurmClient, cluster: SlurmCluster) -> None:
+    said = cluster.run("salloc", "--no-shell", "-N1", "-wn2", user=ALICE).stderr
+    job = await client.job(said.partition("Granted job allocation ")[2].split()[0])
+    assert (job.nodes, job.batch_host, job.end_s, job.preempted_s) == (("n2",), "", None, None)
+    cluster.run("scontrol", "suspend", job.job_id)
+    assert [(job.state, job.end_s) for job in await client.jobs()] == [("SUSPENDED", None)]
+
+
+async def test_a_preempted_job_and_the_end_of_its_grace_time(make_cluster: Callable[[Options], SlurmCluster]) -> None:
+    preempting = make_cluster(Options(nodes=1, slurm_conf=PREEMPTION))
+    async with opened_client(preempting) as client:
+        victim = running(preempting, "-N1", "-t30", "--partition=scavenge", script="trap '' TERM; sleep 1000")
+        assert (await client.job(victim)).preempted_s is None
+        preempting.sbatch(STEADY, "-N1", "--exclusive", "--partition=urgent", user=ALICE)
+        async with asyncio.timeout(60):
+            while (job := await client.job(victim)).preempted_s is None:
+                await asyncio.sleep(0.2)
+    assert job.end_s is not None
+    assert abs(job.preempted_s - time.time()) < 60
+    assert abs(job.end_s - job.preempted_s - GRACE_S) < 5
+
+
 async def test_a_task_of_an_array_is_a_job(client: SlurmClient, cluster: SlurmCluster) -> None:
     array = running(cluster, "--array=1-2%1", "-N1", name=BOB)
     jobs = {job.job_id: job for job in await client.jobs()}
@@ -155,6 +193,31 @@ async def test_reservations(client: SlurmClient, cluster: SlurmCluster) -> None:
     assert {"MAINT", "IGNORE_JOBS"} <= set(found.flags)
     assert abs(found.start_s - time.time() - 7200) < 120
     assert found.end_s - found.start_s == 3600
+    assert found.is_maintenance
+
+
+async def test_a_reservation_that_is_always_as_far_ahead_announces_nothing(client: SlurmClient, cluster: SlurmCluster) -> None:
+    flags = ("starttime=now+2hours", "duration=60", "nodes=n4", "flags=maint,time_float", "accounts=root")
+    cluster.run("scontrol", "create", "reservation", "reservationname=spare", *flags)
+    try:
+        (found,) = await client.reservations()
+    finally:
+        cluster.run("scontrol", "delete", "reservationname=spare")
+    assert {"MAINT", "TIME_FLOAT"} <= set(found.flags)
+    assert not found.is_maintenance
+    assert (found.users, found.accounts) == ((), ("root",))
+
+
+async def test_a_job_in_a_reservation(client: SlurmClient, cluster: SlurmCluster) -> None:
+    flags = ("starttime=now", "duration=60", "nodes=n4", f"users={ALICE}")
+    cluster.run("scontrol", "create", "reservation", "reservationname=fans", *flags)
+    try:
+        job = await client.job(running(cluster, "-N1", "--reservation=fans"))
+        (found,) = await client.reservations()
+    finally:
+        cluster.settle()
+        cluster.run("scontrol", "delete", "reservationname=fans")
+    assert (job.reservation, job.nodes, found.state) == ("fans", ("n4",), "ACTIVE")
 
 
 @pytest.mark.parametrize("part", [SLURMCTLD, MUNGED])

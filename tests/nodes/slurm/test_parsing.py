@@ -166,10 +166,22 @@ def job_line(*fields: str) -> str:
 
 
 RUNNING = job_line(
-    "1", "RUNNING", "999", "alice", "2", "1796030027", "n1", "n[1-2]", "fans", "1796029900", "None", "tmd:standby=1 x=y"
+    "1", "RUNNING", "999", "alice", "2", "1796030027", "1", "n1", "n[1-2]", "fans", "1796029900", "None", "tmd:standby=1 x=y"
 )
 PENDING = job_line(
-    "2", "PENDING", "995", "bob", "0", "N/A", "n/a", "", "(null)", "N/A", "ReqNodeNotAvail, UnavailableNodes:n[2-3]", "(null)"
+    "2",
+    "PENDING",
+    "995",
+    "bob",
+    "0",
+    "N/A",
+    "1",
+    "n/a",
+    "",
+    "(null)",
+    "N/A",
+    "ReqNodeNotAvail, UnavailableNodes:n[2-3]",
+    "(null)",
 )
 
 

@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tmd.nodes.base import QueryFailed, UnknownJob, UnknownNode
+from tmd.nodes.base import QueryFailed, RequestRefused, UnknownJob, UnknownNode
 from tmd.nodes.slurm.pyslurm_client import PyslurmClient, PyslurmUnusable
 from tmd.nodes.slurm.settings import SlurmSettings
 
@@ -20,9 +21,13 @@ _STAND_IN = """
 import os, time, types
 __version__ = "25.11.2"
 class RPCError(Exception): pass
-class Node:
-    def load(name):
-        if name == "slow": time.sleep(60)
+if os.path.exists("{slow}"): time.sleep(3)
+class Nodes:
+    def load(): return Nodes()
+    def get(self, name):
+        if name == "slow":
+            open("{slow}.asked", "w").close()
+            time.sleep(60)
         if name == "crash": os._exit(11)
         if name == "gone": raise RPCError("Node 'gone' does not exist")
         if name == "silent": raise RPCError("Unable to contact slurm controller (connect failure)")
@@ -32,7 +37,11 @@ class Node:
         return types.SimpleNamespace(name=name, state="MIXED+DRAIN", address="a", available_features=["gpu"], reason="x",
             reason_user="root", reason_time=7, boot_time=None)
 class Job:
+    def __init__(self, number): pass
     def load(number): raise RPCError("Invalid job id specified")
+    def modify(self, changes): raise RPCError("Invalid node name specified")
+class JobSubmitDescription:
+    def __init__(self, required_nodes): pass
 """
 
 
@@ -41,7 +50,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     root = Path(__file__).parents[3]
 
     def write(text: str) -> None:
-        (tmp_path / "pyslurm.py").write_text(text)
+        (tmp_path / "pyslurm.py").write_text(text.replace("{slow}", str(tmp_path / "slow")))
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
 
     return write
@@ -71,6 +80,8 @@ async def test_slurm_s_words_are_told_apart(stand_in: Callable[[str], None]) -> 
         await client.node("silent")
     with pytest.raises(QueryFailed, match="KeyError: 'odd'"):
         await client.node("odd")
+    with pytest.raises(RequestRefused, match="Invalid node name specified"):
+        await client.set_job_nodes("7", ("n1",))
     await client.close()
 
 
@@ -82,6 +93,44 @@ async def test_one_that_hangs_or_dies_is_replaced_and_no_answer_is_taken_for_ano
             await client.node(name)
         assert (await client.node("n1")).name == "n1"
     await client.close()
+
+
+async def test_loading_it_again_is_no_part_of_a_question_s_deadline(stand_in: Callable[[str], None], tmp_path: Path) -> None:
+    """
+    1. It hangs and is replaced, and loading the next one takes longer than a question may.
+    2. The next question, and one that is asked beside it, wait for that and are answered.
+    """
+    stand_in(_STAND_IN)
+    client = await opened(query_timeout_s=1.5)
+    (tmp_path / "slow").touch()
+    with pytest.raises(QueryFailed, match=r"no answer in 1\.5 s"):
+        await client.node("slow")
+    found = await asyncio.gather(client.node("n1"), client.node("n2"))
+    assert [node.name for node in found] == ["n1", "n2"]
+    await client.close()
+
+
+@pytest.mark.parametrize("name", ["slow", "crash"])
+async def test_closing_it_cuts_a_question_off_and_leaves_no_process(
+    stand_in: Callable[[str], None], tmp_path: Path, name: str
+) -> None:
+    """While it is asked, and while the one after it is loaded."""
+    stand_in(_STAND_IN)
+    client = await opened()
+    (tmp_path / "slow").touch()
+    if name == "crash":
+        with pytest.raises(QueryFailed, match="process has ended"):
+            await client.node(name)
+    question = asyncio.create_task(client.node("slow"))
+    async with asyncio.timeout(20):
+        while name == "slow" and not (tmp_path / "slow.asked").exists():
+            await asyncio.sleep(0.02)
+    await client.close()
+    with pytest.raises(QueryFailed, match="cut off, as tmd stops asking"):
+        await question
+    with pytest.raises(QueryFailed, match="cut off, as tmd stops asking"):
+        await client.node("n1")
+    assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,9 @@ class SlurmNodes:
             try:
                 now = {node.name: node for node in await self._client.nodes()}
             except QueryFailed as error:
+                if self._closed:
+                    # It was cut off by that: no news of Slurm.
+                    return
                 if not seen:
                     raise
                 if not silence:

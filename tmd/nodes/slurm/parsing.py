@@ -23,6 +23,7 @@ JOB_FIELDS = (
     "UserName",
     "RestartCnt",
     "EndTime",
+    "BatchFlag",
     "BatchHost",
     "NodeList",
     "Reservation",
@@ -151,7 +152,7 @@ def _parse_job(line: str) -> SlurmJob:
     parts = line.split(FIELD_END, len(JOB_FIELDS) - 1)
     if len(parts) != len(JOB_FIELDS):
         raise ValueError(f"not a job, {len(parts)} fields instead of {len(JOB_FIELDS)}: {line[:200]!r}")
-    job_id, state, uid, user, restarts, end, batch_host, nodes, reservation, preempted, reason, admin_comment = parts
+    job_id, state, uid, user, restarts, end, batch, batch_host, nodes, reservation, preempted, reason, admin_comment = parts
     return SlurmJob(
         job_id=job_id,
         state=state,
@@ -159,7 +160,8 @@ def _parse_job(line: str) -> SlurmJob:
         user=user,
         restart_count=int(restarts),
         end_s=None if state == "PENDING" else _seconds(end),
-        batch_host="" if batch_host in ("n/a", "(null)") else batch_host,
+        # Of a job without a script squeue names the host that it was asked for on.
+        batch_host="" if batch == "0" or batch_host in ("n/a", "(null)") else batch_host,
         nodes=expand(nodes),
         reason="" if reason == "None" else reason,
         admin_comment=_optional(admin_comment.removesuffix(FIELD_END)),

@@ -10,6 +10,7 @@ last: in the daemon that would stop everything else, and no deadline could end i
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import sys
@@ -32,6 +33,12 @@ _RESERVATION_FLAGS = {
     "PARTITION_NODES_ONLY": "PART_NODES",
     "STATIC_NODES": "STATIC",
 }
+#: A flag that pyslurm has no name for (RESERVE_FLAG_TIME_FLOAT in slurm.h).
+_TIME_FLOAT = 1 << 17
+#: A job that has ended, as squeue leaves it out of its list.
+_ENDED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
+)
 
 
 def main() -> None:
@@ -79,11 +86,15 @@ class Bridge:
         return [_node(node) for node in self._pyslurm.Nodes.load().values()]
 
     def node(self, name: str) -> SlurmNode:
-        return _node(self._pyslurm.Node.load(name))
+        # Of all nodes, as scontrol does: asked for one, slurmctld does not count anew which CPUs are in use, and MIXED hangs on
+        # those.
+        node = self._pyslurm.Nodes.load().get(name)
+        if node is None:
+            raise self._pyslurm.RPCError(msg=f"Node {name} does not exist")
+        return _node(node)
 
     def jobs(self) -> list[SlurmJob]:
-        found = (_job(job) for job in self._pyslurm.Jobs.load().values())
-        return [job for job in found if job.held_nodes or job.state in ("PENDING", "REQUEUED")]
+        return [_job(job) for job in self._pyslurm.Jobs.load().values() if job.state not in _ENDED]
 
     def job(self, job_id: str) -> SlurmJob:
         return _job(self._pyslurm.Job.load(int(job_id)))
@@ -92,6 +103,8 @@ class Bridge:
         return self._pyslurm.Job.load(int(job_id)).comment or ""
 
     def reservations(self) -> list[SlurmReservation]:
+        # By itself pyslurm fails on a reservation with a flag that it has no name for.
+        self._pyslurm.ReservationFlags._boundary_ = enum.KEEP
         return [_reservation(each) for each in self._pyslurm.Reservations.load().values()]
 
     def set_drain(self, node: str, reason: str) -> None:
@@ -127,26 +140,36 @@ def _job(job: Any) -> SlurmJob:
         uid=int(job.user_id),
         user=job.user_name or "",
         restart_count=int(job.requeue_count or 0),
-        # Without a limit slurmctld gives a day in some distant year.
-        end_s=_time(job.end_time) if job.state != "PENDING" and (job.time_limit or job.state != "RUNNING") else None,
-        batch_host=job.batch_host or "",
+        end_s=_end(job),
+        # Without a script Slurm calls the job's first node so.
+        batch_host=(job.batch_host or "") if job.is_batch_job else "",
         nodes=expand(job.allocated_nodes or ""),
         reason="" if job.state_reason in (None, "None") else job.state_reason,
         admin_comment=job.admin_comment or "",
         reservation=job.reservation or "",
+        preempted_s=_time(job.preempt_time),
     )
+
+
+def _end(job: Any) -> float | None:
+    end_s = _time(job.end_time)
+    # Without a limit slurmctld gives a day in some distant year, until the job has ended.
+    unlimited = not job.time_limit and end_s is not None and end_s > time.time()
+    return None if unlimited or job.state == "PENDING" else end_s
 
 
 def _reservation(found: Any) -> SlurmReservation:
     start_s, end_s = _time(found.start_time), _time(found.end_time)
     begun = start_s is not None and end_s is not None and start_s <= time.time() < end_s
+    flags = [_RESERVATION_FLAGS.get(flag.name, flag.name) for flag in found.flags]
     return SlurmReservation(
         name=found.name,
         start_s=start_s or 0.0,
         end_s=end_s or 0.0,
         nodes=expand(found.nodes or ""),
-        flags=tuple(_RESERVATION_FLAGS.get(flag.name, flag.name) for flag in found.flags),
+        flags=(*flags, *(("TIME_FLOAT",) if found.flags.value & _TIME_FLOAT else ())),
         users=_words(found.users),
+        accounts=_words(found.accounts),
         state="ACTIVE" if begun else "INACTIVE",
     )
 

@@ -1,20 +1,22 @@
 """pyslurm as a client of Slurm, where it is installed and of Slurm's own version (major and minor: its library refuses others).
 
 Contract: tmd.nodes.slurm.client.SlurmClient. pyslurm runs in a process of its own (tmd.nodes.slurm.pyslurm_bridge), which is
-asked one thing at a time; one that has not answered by the deadline is killed, and the next question starts another.
+asked one thing at a time; one that has not answered by the deadline is killed, and another is started at once. A question that
+comes while that one is being loaded waits for it first, at most START_TIMEOUT_S, as slurmctld is not asked before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import sys
 from typing import Any, TypeVar
 
 import msgspec
 
-from tmd.nodes.base import QueryFailed
+from tmd.nodes.base import QueryFailed, RequestRefused, UnknownNode
 from tmd.nodes.slurm.client import checked_job, checked_node, failure, one_line
 from tmd.nodes.slurm.commands import command_env
 from tmd.nodes.slurm.records import SlurmJob, SlurmNode, SlurmReservation
@@ -37,24 +39,27 @@ class PyslurmClient:
 
     description: str
 
-    def __init__(self, settings: SlurmSettings, version: tuple[int, int]) -> None:
+    def __init__(self, settings: SlurmSettings) -> None:
         self._settings = settings
-        self.description = f"pyslurm {version[0]}.{version[1]:02}"
+        self.description = "pyslurm"
         self._turn = asyncio.Lock()
-        self._bridge: asyncio.subprocess.Process | None = None
+        #: None: closed.
+        self._bridge: asyncio.Task[_Bridge] | None = asyncio.create_task(_start(settings))
 
     @classmethod
     async def open(cls, settings: SlurmSettings, slurm: tuple[int, int] | None) -> PyslurmClient:
         """`slurm` is the version of Slurm's commands here, None if there are none. Raises PyslurmUnusable."""
+        client = cls(settings)
         try:
-            bridge, version = await _start(settings)
-        except QueryFailed as error:
-            raise PyslurmUnusable(str(error)) from None
-        client = cls(settings, version)
-        client._bridge = bridge
-        if slurm not in (None, version):
+            version = (await client._loaded()).version
+            client.description = f"pyslurm {_written(version)}"
+            if slurm is not None and slurm != version:
+                raise PyslurmUnusable(f"{client.description} does not match Slurm {_written(slurm)}")
+        except BaseException as error:
             await client.close()
-            raise PyslurmUnusable(f"{client.description} does not match Slurm {slurm[0]}.{slurm[1]:02}" if slurm else "")
+            if isinstance(error, QueryFailed):
+                raise PyslurmUnusable(str(error)) from None
+            raise
         return client
 
     async def nodes(self) -> list[SlurmNode]:
@@ -82,12 +87,18 @@ class PyslurmClient:
         await self._change("set_resume", checked_node(node))
 
     async def set_job_nodes(self, job_id: str, nodes: tuple[str, ...]) -> None:
-        await self._change("set_job_nodes", checked_job(job_id), [checked_node(node) for node in nodes])
+        names = [checked_node(node) for node in nodes]
+        try:
+            await self._change("set_job_nodes", checked_job(job_id), names)
+        except UnknownNode as error:
+            # Slurm's word for each node that a job cannot have or has to keep, too; scontrol adds the job to it.
+            raise RequestRefused(str(error)) from None
 
     async def close(self) -> None:
+        """A question under way is cut off: QueryFailed."""
         bridge, self._bridge = self._bridge, None
         if bridge is not None:
-            await _end(bridge)
+            await _discard(bridge)
 
     # ---------------------------------------------------------------- inside
 
@@ -100,12 +111,15 @@ class PyslurmClient:
     async def _ask(self, timeout_s: float, kind: type[_Value], call: str, *arguments: Any) -> _Value:
         what = " ".join(map(str, (call, *arguments)))
         try:
+            await self._loaded()
             async with asyncio.timeout(timeout_s), self._turn:
-                answer = await self._exchange([call, *arguments])
+                answer = await self._exchange(await self._loaded(), [call, *arguments])
         except TimeoutError:
             remedy = "see that slurmctld and munged run (scontrol ping), or raise query_timeout_s or change_timeout_s in [slurm]"
             raise QueryFailed(f"{what}: no answer in {timeout_s:g} s", remedy) from None
         except (EOFError, OSError) as error:
+            if self._bridge is None:
+                raise QueryFailed(f"{what}: cut off, as tmd stops asking", "ask again once tmd has started again") from None
             raise QueryFailed(f"{what}: {error}", 'ask the commands: client = "commands" in [slurm]') from None
         if "error" in answer:
             raise failure(what, answer["error"])
@@ -113,27 +127,47 @@ class PyslurmClient:
             raise QueryFailed(f"{what}: pyslurm failed: {answer.get('bug', answer)}", 'ask the commands: client = "commands"')
         return msgspec.convert(answer["ok"], kind)
 
-    async def _exchange(self, question: list[Any]) -> dict[str, Any]:
-        """Whatever keeps the answer from coming ends the process: a late one must not be taken for the next one's."""
-        if self._bridge is None:
-            self._bridge, _ = await _start(self._settings)
+    async def _loaded(self) -> _Bridge:
+        """The process to ask, once it can be asked; whoever stops waiting for it does not end it.
+
+        Raises QueryFailed if it cannot be loaded, EOFError if the client is closed.
+        """
+        if self._bridge is not None and self._bridge.done() and self._bridge.exception() is not None:
+            self._bridge = asyncio.create_task(_start(self._settings))
         bridge = self._bridge
+        if bridge is not None:
+            await asyncio.wait([bridge])
+        if bridge is None or bridge.cancelled():
+            raise EOFError("the client is closed")
+        return bridge.result()
+
+    async def _exchange(self, bridge: _Bridge, question: list[Any]) -> dict[str, Any]:
+        """Whatever keeps the answer from coming ends the process: a late one must not be taken for the next one's."""
         answered = False
         try:
-            assert bridge.stdin is not None
-            bridge.stdin.write(json.dumps(question).encode() + b"\n")
-            answer = await _read(bridge)
+            assert bridge.process.stdin is not None
+            bridge.process.stdin.write(json.dumps(question).encode() + b"\n")
+            answer = await _read(bridge.process)
             answered = True
             return answer
         finally:
             if not answered:
-                self._bridge = None
-                await _end(bridge)
+                if self._bridge is not None:
+                    self._bridge = asyncio.create_task(_start(self._settings))
+                await _end(bridge.process)
 
 
-async def _start(settings: SlurmSettings) -> tuple[asyncio.subprocess.Process, tuple[int, int]]:
-    """A process that has pyslurm loaded, and of which version. Raises QueryFailed."""
-    bridge = await asyncio.create_subprocess_exec(
+@dataclasses.dataclass(frozen=True)
+class _Bridge:
+    """A process that has pyslurm loaded, and of which version."""
+
+    process: asyncio.subprocess.Process
+    version: tuple[int, int]
+
+
+async def _start(settings: SlurmSettings) -> _Bridge:
+    """Raises QueryFailed. One that was not loaded leaves no process."""
+    process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "tmd.nodes.slurm.pyslurm_bridge",
@@ -146,29 +180,41 @@ async def _start(settings: SlurmSettings) -> tuple[asyncio.subprocess.Process, t
     try:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):
-                greeting = await _read(bridge)
+                greeting = await _read(process)
     except EOFError as error:
         greeting = {"error": f"pyslurm cannot be used: {error}"}
     finally:
         if "ok" not in greeting:
-            await _end(bridge)
+            await _end(process)
     if "ok" not in greeting:
         raise QueryFailed(greeting["error"], 'install pyslurm of Slurm\'s own version, or client = "commands" in [slurm]')
-    return bridge, msgspec.convert(greeting["ok"], tuple[int, int])
+    return _Bridge(process, msgspec.convert(greeting["ok"], tuple[int, int]))
 
 
-async def _read(bridge: asyncio.subprocess.Process) -> dict[str, Any]:
+async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
     """The next line. Raises EOFError if the process has ended."""
-    assert bridge.stdout is not None
-    line = await bridge.stdout.readline()
+    assert process.stdout is not None
+    line = await process.stdout.readline()
     if not line.endswith(b"\n"):
         raise EOFError("pyslurm's process has ended")
     return msgspec.json.decode(line, type=dict[str, Any])
 
 
-async def _end(bridge: asyncio.subprocess.Process) -> None:
+async def _discard(bridge: asyncio.Task[_Bridge]) -> None:
+    """Ends the process, loaded or not."""
+    bridge.cancel()
+    await asyncio.wait([bridge])
+    if not bridge.cancelled() and bridge.exception() is None:
+        await _end(bridge.result().process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
-        bridge.kill()
-    await bridge.wait()
-    if bridge.stdin is not None:
-        bridge.stdin.close()
+        process.kill()
+    await process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _written(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]:02}"

@@ -50,7 +50,8 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     admin_comment: str
     #: The reservation that it runs in; empty: none.
     reservation: str = ""
-    #: When it was preempted: its grace time, if any, ends at `end_s`. None: it was not, or pyslurm was asked, which does not say.
+    #: When it was preempted: its grace time, if any, ends at `end_s`, which Slurm tells only of a job with a time limit. None: it
+    #: was not.
     preempted_s: float | None = None
 
     @property
