@@ -150,7 +150,8 @@ class SlurmCluster:
             output.unlink()
 
     def _settled(self) -> bool:
-        jobs = self.run("squeue", "-h", "-o", "%i").stdout.split()
+        # By numbers alone: scancel takes nothing of a list with an array's "7_[2%1]" in it.
+        jobs = self.run("squeue", "-h", "-o", "%A").stdout.split()
         if jobs:
             self.run("scancel", *jobs, check=False)
             # A step that lost one of its nodes would wait for that node's word for a minute.
