@@ -215,7 +215,9 @@ async def test_a_job_in_a_reservation(client: SlurmClient, cluster: SlurmCluster
         job = await client.job(running(cluster, "-N1", "--reservation=fans"))
         (found,) = await client.reservations()
     finally:
-        cluster.settle()
+        # Not by `settle`: a node of a reservation that has begun is never just IDLE.
+        cluster.run("scancel", "--user", ALICE)
+        cluster.wait_for(lambda: not cluster.run("squeue", "-h").stdout, "the job to end")
         cluster.run("scontrol", "delete", "reservationname=fans")
     assert (job.reservation, job.nodes, found.state) == ("fans", ("n4",), "ACTIVE")
 
