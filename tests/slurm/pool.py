@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.e2e.cluster import ROOT, TRAIN, WORLD_SIZE, until
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.stack import IDLE_PACE_MS, Daemon, SlurmJob, SlurmStack
+from tests.slurm.stack import IDLE_PACE_MS, NUMBERS, Daemon, SlurmJob, SlurmStack
 from tests.slurm.users import ALICE, user
 
 RESERVATION = "standby"
@@ -70,7 +70,7 @@ class PoolStack(SlurmStack):
 
     def training(self, asked: str) -> SlurmJob:
         """A job with `--standby=asked` whose ranks train, slowly enough for standbys to start meanwhile."""
-        out = self.slurm.places.shared / f"alice{next(self._numbers)}-{self.folder.name}"
+        out = self.slurm.places.shared / f"alice{next(NUMBERS)}"
         out.mkdir()
         out.chmod(0o777)
         job = SlurmJob(self, out)

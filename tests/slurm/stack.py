@@ -28,6 +28,8 @@ PACE_MS = 100
 IDLE_PACE_MS = 400
 #: As many as the reference has, and as every job here.
 STEPS = 400
+#: Of the folders of jobs: stacks share a cluster.
+NUMBERS = itertools.count(1)
 
 
 class Daemon:
@@ -133,7 +135,6 @@ class SlurmStack(Cluster):
         self.folder = folder
         self.stack: Any = daemon or Daemon(slurm, folder / "tmd")
         self._settings = settings
-        self._numbers = itertools.count(1)
 
     def settle(self) -> None:
         """No job, no drain, every part of Slurm and the daemon run."""
@@ -168,7 +169,7 @@ class SlurmStack(Cluster):
     ) -> SlurmJob:
         """A job of `nodes` ranks that train and `standby` nodes more. Returns once the daemon knows it. `srun`: how the script
         calls it."""
-        job = self.prepared(self.slurm.places.shared / f"job{next(self._numbers)}", steps, pace_ms)
+        job = self.prepared(self.slurm.places.shared / f"job{next(NUMBERS)}", steps, pace_ms)
         script = f"{srun} {self.command(str(job.out), steps)}\necho $? > {job.out}/srun.code"
         asked = (f"--nodes={nodes}", "--ntasks-per-node=1", *((f"--standby={standby}",) if standby else ()))
         places = (f"--output={job.out}/output", f"--chdir={job.out}")
