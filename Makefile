@@ -11,7 +11,7 @@ PYTHON_CODE := setup.py tmd worker migrations tests bench examples
 STAGES := lint fast daemon munge transport session simulator slurm e2e soak install
 
 .PHONY: help setup setup-tests setup-slurm setup-rdma plugins install demo soak bench-collectives bench-handoff slurm-up slurm-down test test-fast \
-	test-slurm test-rdma test-pyslurm test-torch lint clean $(addprefix stage-,$(STAGES))
+	test-slurm test-rdma test-pyslurm test-torch lint clean $(addprefix stage-,$(STAGES) rdma)
 
 help:
 	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
