@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tmd.core.allocation import Allocation
+from tmd.nodes.base import QueryFailed
 from tmd.nodes.slurm.allocations import allocation
+from tmd.nodes.slurm.commands import CommandClient
 from tmd.nodes.slurm.growth import choose
-from tmd.nodes.slurm.pool import Member, describe, is_free, with_companions
+from tmd.nodes.slurm.pool import Member, SlurmPool, describe, is_free, with_companions
 from tmd.nodes.slurm.records import SlurmJob, SlurmNode, SlurmReservation
+from tmd.nodes.slurm.settings import SlurmSettings
 
 GOOD = {"SchedulerParameters": "bf_interval=5,permit_job_expansion", "AccountingStorageType": "accounting_storage/slurmdbd"}
 
@@ -98,6 +102,39 @@ def test_a_companion_s_node_is_its_patron_s() -> None:
 def test_nobody_else_s_node_is(member: Member) -> None:
     word = allocation("7", "0", job("7"))
     assert with_companions(word, [member]) == word
+
+
+def pool_of(folder: Path, squeue: str) -> SlurmPool:
+    """Of a Slurm whose squeue is this script: a real one does not fail on demand."""
+    (folder / "squeue").write_text(f"#!/bin/sh\n{squeue}\n")
+    (folder / "squeue").chmod(0o755)
+    settings = SlurmSettings(bin_dir=str(folder), standby_reservation="standby")
+    return SlurmPool(settings, CommandClient(settings))
+
+
+@pytest.mark.parametrize(
+    "squeue",
+    [
+        "kill -9 $$",
+        "exit 1",
+        "echo 'squeue: fatal: Unable to process configuration file' >&2; exit 1",
+        "echo 'slurm_load_jobs error: Unexpected message received' >&2; exit 1",
+        "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+        "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1",
+    ],
+)
+async def test_a_squeue_that_fails_has_not_said_that_a_job_has_no_companions(tmp_path: Path, squeue: str) -> None:
+    pool = pool_of(tmp_path, squeue)
+    with pytest.raises(QueryFailed, match="squeue standby"):
+        await pool.complete([allocation("7", "0", job("7"))])
+    with pytest.raises(QueryFailed, match="squeue standby"):
+        await pool.end_companion("12")
+
+
+@pytest.mark.parametrize("squeue", ["exit 0", "echo 'slurm_load_jobs error: Requested reservation is invalid' >&2; exit 1"])
+async def test_without_the_reservation_there_are_no_companions(tmp_path: Path, squeue: str) -> None:
+    word = allocation("7", "0", job("7"))
+    assert await pool_of(tmp_path, squeue).complete([word]) == [word]
 
 
 def test_a_job_that_is_over_has_no_companions() -> None:

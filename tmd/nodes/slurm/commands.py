@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from tmd.nodes.base import QueryFailed, UnknownJob, UnknownNode
+from tmd.nodes.base import QueryFailed, ResourceManagerError, UnknownJob, UnknownNode
 from tmd.nodes.slurm import parsing
 from tmd.nodes.slurm.client import checked_job, checked_node, failure, one_line
 from tmd.nodes.slurm.hostlist import compress
@@ -29,6 +29,8 @@ PARALLEL_COMMANDS = 4
 LARGE_BYTES = 100_000
 #: Variables that change what the commands print or whom they ask.
 _DROPPED_PREFIXES = ("SLURM_", "SQUEUE_", "SINFO_", "SCONTROL_")
+#: Slurm's words (slurm_strerror) for a reservation that it does not have; squeue lists no jobs then, where it picks them itself.
+_NO_RESERVATION = "Requested reservation is invalid"
 
 _Result = TypeVar("_Result")
 
@@ -89,8 +91,19 @@ class CommandClient:
         return await self._query("scontrol", "show", "config")
 
     async def jobs_in(self, reservation: str) -> list[str]:
-        """The ids of jobs that wait or run in this reservation. Raises RequestRefused if there is none of this name."""
-        return (await self._query("squeue", "--all", "--noheader", "--reservation", reservation, "--format", "%A")).split()
+        """The ids of jobs that wait or run in this reservation; none if there is no reservation of this name.
+
+        Any other failure is QueryFailed, whatever its words: a squeue that was killed has not said that there are no jobs.
+        """
+        try:
+            text = await self._query("squeue", "--all", "--noheader", "--reservation", reservation, "--format", "%A")
+        except QueryFailed:
+            raise
+        except ResourceManagerError as error:
+            if _NO_RESERVATION in str(error):
+                return []
+            raise QueryFailed(str(error), f"see what it says: squeue --all --reservation={reservation}") from None
+        return text.split()
 
     async def cancel(self, job_id: str) -> None:
         """Ends a job, of any user."""

@@ -98,12 +98,7 @@ class SlurmPool:
 
     async def _members(self) -> tuple[list[Member], dict[str, SlurmJob]]:
         """Those that have not ended, and all jobs that have not, by id. Raises QueryFailed, RequestRefused."""
-        try:
-            ids = await self._client.jobs_in(self._settings.standby_reservation)
-        except QueryFailed:
-            raise
-        except ResourceManagerError:  # there is no such reservation
-            ids = []
+        ids = await self._client.jobs_in(self._settings.standby_reservation)
         self._comments = {job_id: text for job_id, text in self._comments.items() if job_id in ids}
         live = {job.job_id: job for job in await self._client.jobs()} if ids else {}
         members = []
