@@ -223,6 +223,22 @@ async def test_a_companion_job_that_does_not_run_is_ended_once_it_is_not_wanted_
     assert (rig.folder / "ended").read_text() == "12\n"
 
 
+async def test_a_growth_that_is_called_off_again_and_again_still_ends_its_job(rig: Rig, daemon: StandInDaemon) -> None:
+    """Each directive names the withdrawn order until it has ended; scancel takes its time here."""
+    squeue = 'case "$*" in *%L*) echo UNLIMITED;; *) echo "PENDING|Resources"; touch waiting;; esac'
+    scancel = 'touch ending; until [ -e go ]; do sleep 0.02; done; echo "$@" > ended'
+    await in_slurm(rig, daemon, scontrol=SHOWS, squeue=squeue, sbatch="cat >&2; echo 12", salloc="exit 1", scancel=scancel)
+    await direct(daemon, COMPANION)
+    await until("it waits", lambda: (rig.folder / "waiting").exists())
+    await direct(daemon, withdrawn=("o4",))
+    await until("scancel runs", lambda: (rig.folder / "ending").exists())
+    await direct(daemon, RELEASE, withdrawn=("o4",))
+    await became(daemon, RELEASE, "done", "failed")
+    (rig.folder / "go").touch()
+    assert (await became(daemon, COMPANION, "failed")).reason == "called off"
+    assert (rig.folder / "ended").read_text() == "12\n"
+
+
 async def test_a_companion_job_that_ends_at_once_is_a_failure(rig: Rig, daemon: StandInDaemon) -> None:
     squeue = 'case "$*" in *%L*) echo UNLIMITED;; *) echo "FAILED|NonZeroExitCode";; esac'
     await in_slurm(rig, daemon, scontrol=SHOWS, squeue=squeue, sbatch="cat >&2; echo 12", salloc="exit 1", scancel="exit 0")

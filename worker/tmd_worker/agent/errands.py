@@ -65,7 +65,7 @@ class Errands:
             if (srun := self._sruns.get(order_id)) is not None:
                 self._end_srun(srun)
             elif order_id in self._tasks and self._statuses[order_id].kind in ("expand", "companion"):
-                self._tasks[order_id].cancel()
+                _call_off(self._tasks[order_id])
 
     async def close(self, within_s: float, *, leave: bool) -> None:
         """The agent ends. `leave`: the job goes on, so the agents that were started here do, too; else they have `within_s` to
@@ -79,7 +79,7 @@ class Errands:
         for order_id in list(self._sruns) if leave else ():
             self._settle(order_id)
         for task in self._tasks.values():
-            task.cancel()
+            _call_off(task)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     # ---------------------------------------------------------------- orders
@@ -188,6 +188,12 @@ class Errands:
         self._say(f"giving {', '.join(leaving)} back to Slurm")
         with tempfile.TemporaryDirectory(prefix="tmd-run-") as folder:  # scontrol leaves scripts of its own there
             await run(step.shrink(keep), cwd=folder)
+
+
+def _call_off(task: asyncio.Task[None]) -> None:
+    """Once: an order is named as withdrawn until it has ended, and a second cancellation would cut its clean-up off."""
+    if not task.cancelling():
+        task.cancel()
 
 
 def _children(pid: int) -> list[int]:
