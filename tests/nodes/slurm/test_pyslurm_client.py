@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tmd.nodes.base import QueryFailed, RequestRefused, UnknownJob, UnknownNode
+from tmd.nodes.slurm import pyslurm_client
 from tmd.nodes.slurm.pyslurm_client import PyslurmClient, PyslurmUnusable
 from tmd.nodes.slurm.settings import SlurmSettings
 
@@ -32,6 +33,10 @@ class Nodes:
         if name == "gone": raise RPCError("Node 'gone' does not exist")
         if name == "silent": raise RPCError("Unable to contact slurm controller (connect failure)")
         if name == "odd": raise KeyError("odd")
+        if name == "misfit": name = 7
+        # 3: where the answers go
+        if name == "unreadable": os.write(3, b"{no json}\\n")
+        if name == "endless": os.write(3, b"x" * (1 << 20))
         print("noise on standard output", flush=True)
         os.write(1, b"noise of the library\\n")
         return types.SimpleNamespace(name=name, state="MIXED+DRAIN", address="a", available_features=["gpu"], reason="x",
@@ -82,6 +87,21 @@ async def test_slurm_s_words_are_told_apart(stand_in: Callable[[str], None]) -> 
         await client.node("odd")
     with pytest.raises(RequestRefused, match="Invalid node name specified"):
         await client.set_job_nodes("7", ("n1",))
+    await client.close()
+
+
+@pytest.mark.parametrize("name", ["misfit", "unreadable", "endless"])
+async def test_an_answer_that_makes_no_sense_is_none(
+    stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Not of the form of a node; no JSON; longer than a line may be. The next question is answered."""
+    monkeypatch.setattr(pyslurm_client, "LINE_LIMIT_BYTES", 1 << 16)
+    stand_in(_STAND_IN)
+    client = await opened()
+    with pytest.raises(QueryFailed, match=f"node {name}: pyslurm's answer makes no sense") as failed:
+        await client.node(name)
+    assert 'client = "commands"' in failed.value.remedy
+    assert (await client.node("n1")).name == "n1"
     await client.close()
 
 
@@ -139,6 +159,7 @@ async def test_closing_it_cuts_a_question_off_and_leaves_no_process(
         ("raise ImportError('libslurm.so.43: no such file')", "pyslurm cannot be used: ImportError: libslurm.so.43"),
         ("__version__ = '24.05.1'", "pyslurm 24.05 does not match Slurm 25.11"),
         ("import os; os._exit(1)", "process has ended"),
+        ("import os; os.write(3, b'{no json}\\n')", "pyslurm cannot be used: JSON is malformed"),
     ],
 )
 async def test_one_that_does_not_fit_is_refused_with_the_reason(stand_in: Callable[[str], None], text: str, says: str) -> None:

@@ -26,6 +26,9 @@ from tmd.nodes.slurm.settings import SlurmSettings
 START_TIMEOUT_S = 20.0
 #: The answer for tens of thousands of nodes is one line.
 LINE_LIMIT_BYTES = 64 << 20
+#: Of a line that is too long, no JSON, or not of the form that was asked for.
+_SENSELESS = (ValueError, msgspec.MsgspecError)
+_COMMANDS = 'ask the commands: client = "commands" in [slurm]'
 
 _Value = TypeVar("_Value")
 
@@ -114,18 +117,20 @@ class PyslurmClient:
             await self._loaded()
             async with asyncio.timeout(timeout_s), self._turn:
                 answer = await self._exchange(await self._loaded(), [call, *arguments])
+            if "ok" in answer:
+                return msgspec.convert(answer["ok"], kind)
         except TimeoutError:
             remedy = "see that slurmctld and munged run (scontrol ping), or raise query_timeout_s or change_timeout_s in [slurm]"
             raise QueryFailed(f"{what}: no answer in {timeout_s:g} s", remedy) from None
         except (EOFError, OSError) as error:
             if self._bridge is None:
                 raise QueryFailed(f"{what}: cut off, as tmd stops asking", "ask again once tmd has started again") from None
-            raise QueryFailed(f"{what}: {error}", 'ask the commands: client = "commands" in [slurm]') from None
+            raise QueryFailed(f"{what}: {error}", _COMMANDS) from None
+        except _SENSELESS as error:
+            raise QueryFailed(f"{what}: pyslurm's answer makes no sense: {error}", _COMMANDS) from None
         if "error" in answer:
-            raise failure(what, answer["error"])
-        if "ok" not in answer:
-            raise QueryFailed(f"{what}: pyslurm failed: {answer.get('bug', answer)}", 'ask the commands: client = "commands"')
-        return msgspec.convert(answer["ok"], kind)
+            raise failure(what, str(answer["error"]))
+        raise QueryFailed(f"{what}: pyslurm failed: {answer.get('bug', answer)}", _COMMANDS)
 
     async def _loaded(self) -> _Bridge:
         """The process to ask, once it can be asked; whoever stops waiting for it does not end it.
@@ -181,18 +186,20 @@ async def _start(settings: SlurmSettings) -> _Bridge:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):
                 greeting = await _read(process)
-    except EOFError as error:
+        if "ok" in greeting:
+            greeting["ok"] = msgspec.convert(greeting["ok"], tuple[int, int])
+    except (EOFError, *_SENSELESS) as error:
         greeting = {"error": f"pyslurm cannot be used: {error}"}
     finally:
         if "ok" not in greeting:
             await _end(process)
     if "ok" not in greeting:
         raise QueryFailed(greeting["error"], 'install pyslurm of Slurm\'s own version, or client = "commands" in [slurm]')
-    return _Bridge(process, msgspec.convert(greeting["ok"], tuple[int, int]))
+    return _Bridge(process, greeting["ok"])
 
 
 async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
-    """The next line. Raises EOFError if the process has ended."""
+    """The next line. Raises EOFError if the process has ended, _SENSELESS."""
     assert process.stdout is not None
     line = await process.stdout.readline()
     if not line.endswith(b"\n"):
