@@ -37,6 +37,9 @@ SCENARIOS = (
     "time limit",
     "suspend and resume",
     "requeue",
+    "state=fail, datagrams lost",
+    "maintenance",
+    "reboot",
 )
 
 
