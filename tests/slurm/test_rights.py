@@ -27,7 +27,7 @@ def own(make_cluster: Callable[[Options], SlurmCluster]) -> SlurmCluster:
     return cluster
 
 
-def test_an_operator_may_change_jobs_and_reservations_but_no_node(own: SlurmCluster) -> None:
+def test_an_operator_may_change_and_end_jobs_and_change_reservations_but_no_node(own: SlurmCluster) -> None:
     assert may(own, BOB, "update", "jobid=1", "comment=x") is False
     own.run("sacctmgr", "-i", "add", "user", BOB, "account=staff", "adminlevel=Operator")
     own.wait_for(lambda: may(own, BOB, "update", "jobid=1", "comment=x"), "the new level to be known")
@@ -35,6 +35,8 @@ def test_an_operator_may_change_jobs_and_reservations_but_no_node(own: SlurmClus
     assert may(own, BOB, "delete", "reservationname=spare")
     assert may(own, BOB, "update", "jobid=1", "nodelist=n[1-2]"), "a job of another's gives a node away"
     assert not may(own, BOB, *DRAIN)
+    own.run("scancel", "1", user=BOB)
+    own.wait_state("n1", "IDLE")
 
 
 def test_an_administrator_may_change_nodes_too(own: SlurmCluster) -> None:
