@@ -290,6 +290,52 @@ def test_a_daemon_that_comes_back_takes_up_the_growth_that_is_under_way() -> Non
     assert cluster.member(1).agent.node == "n7"
 
 
+def taken_and_given_back() -> Cluster:
+    """n7 came, as n1 was to be left, and went again, as n1 was not."""
+    cluster = job()
+    cluster.held.add("warm")
+    drain(cluster, "n1")
+    expanded(cluster, "n7", **ASKED)
+    cluster.do(cluster.daemon.node_state(cluster.now, "n1", "up", ""))
+    cluster.pass_time(cluster.settings.heartbeat_timeout_s + 1)
+    return cluster
+
+
+@pytest.mark.parametrize("state", ["running", "done"])
+def test_a_node_that_was_given_back_and_comes_again_while_the_daemon_is_away_is_kept(state: str) -> None:
+    cluster = taken_and_given_back()
+    given_back(cluster, "n7", **ASKED)
+    cluster.held.clear()
+    drain(cluster, "n1")
+    agent, order = ordered(cluster, "expand")
+    assert order.nodes == ("n7",)
+    agent.say(order, "running")
+    cluster.restart_daemon()
+    agent.say(order, state)
+    cluster.reconnect("n0", "n1", "n2")
+    cluster.do(cluster.daemon.node_state(cluster.now, "n1", "draining", "bad DIMM"))
+    cluster.allocate("n0", "n1", "n2", "n7", **ASKED)
+    cluster.pool(free=("n8",))
+    cluster.pass_time(1)
+    assert cluster.order("release") is None, "it has just come"
+    assert cluster.order("expand") is None, "one is enough"
+    assert ordered(cluster, "launch")[1].nodes == ("n7",)
+    cluster.join("n7", launched=True)
+    cluster.train(3)
+    assert cluster.member(1).agent.node == "n7"
+
+
+def test_a_node_that_was_being_given_back_when_the_daemon_restarts_still_is() -> None:
+    """The order that once took it does not bring it back."""
+    cluster = taken_and_given_back()
+    cluster.restart_daemon()
+    cluster.reconnect("n0", "n1", "n2")
+    cluster.allocate(**ASKED)
+    cluster.pool(free=("n8",))
+    cluster.pass_time(cluster.settings.agent_grace_s + cluster.settings.heartbeat_timeout_s + 1)
+    given_back(cluster, "n7", **ASKED)
+
+
 def test_an_agent_that_knows_nothing_of_pools_is_not_asked() -> None:
     cluster = Cluster(allocated=True, standbys=0, start=False)
     for node in ("n0", "n1", "n2"):

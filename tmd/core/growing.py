@@ -6,7 +6,7 @@ is remembered over a restart of the daemon: what the job holds says the resource
 
 from __future__ import annotations
 
-from tmd.core import errands, requests, time_left, words
+from tmd.core import errands, holding, requests, time_left, words
 from tmd.core.job import Job
 from tmd.core.pool import Pool
 
@@ -16,6 +16,7 @@ HOPELESS_FAILURES = 2
 
 def advance(job: Job, now: float) -> None:
     """Takes the growth under way one step further, or begins one. `job.growth_sentence` says what the pool does for the job."""
+    _keep_what_came_again(job, now)
     word = job.pool.word if job.pool is not None else None
     allocation = job.allocation
     if word is None or allocation is None or allocation.state != "running" or job.settings.observe_only:
@@ -61,6 +62,28 @@ def _take_up(job: Job, now: float) -> None:
                 errand.since_s = min(status.since_s, now)
                 job.stale = True
                 return
+
+
+def _keep_what_came_again(job: Job, now: float) -> None:
+    """What an earlier life of the daemon gave back and then took again, and the job holds now, must not be given back for the
+    first reason. Looked at once, when what the job holds is known: later on a node that comes again is seen to come."""
+    if job.allocation is None or not job.allocation.live:
+        return
+    for node in sorted(job.left_before):
+        if job.holds(node) and _was_taken_again(job, node):
+            holding.come_again(job, now, node)
+    job.left_before.clear()
+
+
+def _was_taken_again(job: Job, node: str) -> bool:
+    """By the word of an agent that is at it, or that has done it since the node was given back."""
+    given_back_s = job.nodes[node].updated_s
+    return any(
+        order.kind in ("expand", "companion") and node in order.nodes
+        for agent in job.agents.values()
+        for order in agent.orders.values()
+        if order.state == "running" or (order.state == "done" and order.since_s > given_back_s)
+    )
 
 
 def _give_up_silent(job: Job, now: float) -> None:

@@ -33,7 +33,7 @@ def take(job: Job, now: float, word: Allocation, states: Mapping[str, tuple[Node
             state, reason = states.get(node, ("unknown", ""))
             job.set_node(now, node, use="standby", state=state, reason=reason)
         elif before is not None and lived and node not in before.nodes:
-            _come_again(job, now, node)
+            come_again(job, now, node)
     for node in sorted(set(before.nodes if before is not None and lived else ()) - set(word.nodes)):
         _node_gone(job, now, node)
     if word.state != (before.state if before is not None and lived else "running"):
@@ -41,9 +41,10 @@ def take(job: Job, now: float, word: Allocation, states: Mapping[str, tuple[Node
     time_left.note(job, now, before, word)
 
 
-def _come_again(job: Job, now: float, node: str) -> None:
+def come_again(job: Job, now: float, node: str) -> None:
     """The job had it before, gave it back and has got it again."""
     if job.nodes[node].use in ("released", "lost") and job.agent_on(node) is None:
+        job.leaving_nodes.pop(node, None)
         job.set_node(now, node, use="standby", agent_id="", reason="")
 
 

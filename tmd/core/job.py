@@ -148,6 +148,8 @@ class Job:
         self.stale = True
         #: Nodes to be released once nothing of the job runs there, with the reason.
         self.leaving_nodes: dict[str, str] = {}
+        #: Nodes that an earlier life of the daemon gave back or up, until it is known whether it has taken them again.
+        self.left_before: set[str] = set()
         #: The resource manager's word on what the job holds; None: it has none, or has not spoken in this life of the daemon.
         self.allocation: Allocation | None = None
         #: The resource manager knows what jobs hold, and their agents change it.

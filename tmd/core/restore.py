@@ -22,6 +22,7 @@ def restore_job(record: JobRecord, snapshot: LedgerSnapshot, settings: CoreSetti
     for node, known in job.nodes.items():
         if known.use == "released":
             job.leaving_nodes[node] = known.reason
+    job.left_before = {node for node, known in job.nodes.items() if known.use in ("released", "lost")}
     for migration in job.open_migrations():
         if not migration.joiners and len(migration.to_nodes) == 1:
             job.wanted_node[migration.migration_id] = migration.to_nodes[0]
