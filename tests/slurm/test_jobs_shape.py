@@ -185,5 +185,5 @@ def test_a_joiner_has_what_the_users_own_step_has(stack: SlurmStack, public_fold
     for node in stack.slurm.options.node_names:
         assert [process.name() for process in stack.slurm.processes_of(node)] == ["slurmd"]
     name = "binding, GPUs, limits, container options and output of a joiner"
-    # Another name where nothing confines a job: what the stage has to show is missing then.
+    # The stage's report says so where nothing can confine a job: not every machine lets root make control groups.
     report.add(name if confined else f"{name}, without control groups", [record])
