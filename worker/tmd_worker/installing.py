@@ -1,7 +1,8 @@
 """What the core wants done in the background: links opened or staged, a role's state fetched, and the words back.
 
 Contract: each task is a thread of its own that ends with exactly one event to the core; it gives up when its epoch is
-poisoned or its plan dropped. A joiner's main thread holds at its boundary meanwhile, so nobody else touches the state.
+poisoned or its plan dropped. A fetch of the state also ends when another begins, which waits for that (`fetching`). A joiner's
+main thread holds at its boundary meanwhile, so nobody else touches the state.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tmd.protocol.handoff import HandoffReport
 from tmd.protocol.membership import Install, Member, Membership, Plan
 from tmd.protocol.rank import RecordOrigin
 from tmd_worker import faults
+from tmd_worker.fetching import Fetch, Fetches, hang_up
 from tmd_worker.handoff.agreement import Agreement, propose
 from tmd_worker.handoff.control import Control
 from tmd_worker.handoff.probe import Transports
@@ -37,7 +39,8 @@ from tmd_worker.transport.wire import Kind
 #: are waited for until the daemon calls the epoch off, or hold_limit_s.
 STAGING_TIMEOUT_S = 25.0
 CONNECT_TIMEOUT_S = 10.0
-
+#: How long a fetch that was stopped may take to end: it may be dialing, or preparing a large state's memory for its transport.
+FETCH_END_S = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class Installer:
         self._on_role = on_role
         self._transports = transports
         self._subscription: tuple[int, socket.socket] | None = None
+        self._fetches = Fetches(FETCH_END_S)
         #: Plan -> set once its joiner here has agreed with the leaver on a transport, or will not.
         self._prepared: dict[int, threading.Event] = {}
 
@@ -134,14 +138,17 @@ class Installer:
     # ---------------------------------------------------------------- state, unplanned
 
     def fetch_from_survivors(self, install: Install, rank: int) -> None:
-        start_thread(f"fetch-{install.membership.epoch}", lambda: self._fetch_from_survivors(install, rank))
+        fetch = self._fetches.next()
+        name = f"fetch-{install.membership.epoch}"
+        start_thread(name, lambda: fetch.run(lambda: self._fetch_from_survivors(install, rank, fetch)))
 
-    def _fetch_from_survivors(self, install: Install, rank: int) -> None:
+    def _fetch_from_survivors(self, install: Install, rank: int, fetch: Fetch) -> None:
         core, epoch, step = self._runtime.core, install.membership.epoch, install.target_step
         faults.point("state.loading")
         try:
+            fetch.take_over()
             self._take_tracked_role(rank)
-            origin = self._load_from_survivors(install, rank)
+            origin = self._load_from_survivors(install, rank, fetch)
         except (StateError, OSError) as error:
             self._report_no_state(epoch, rank, error)
             return
@@ -149,7 +156,7 @@ class Installer:
         self._keep_own_record(step)
         self._runtime.tell(core.state_loaded, epoch, step, origin)
 
-    def _load_from_survivors(self, install: Install, rank: int) -> RecordOrigin:
+    def _load_from_survivors(self, install: Install, rank: int, fetch: Fetch) -> RecordOrigin:
         source, members = install.joining[rank], install.membership.members
         step, epoch = install.target_step, install.membership.epoch
         if source.replica_rank is None:
@@ -158,7 +165,9 @@ class Installer:
         replica = members[source.replica_rank]
         with (
             self._fabric.connect(replica, "state", fields, CONNECT_TIMEOUT_S) as sock,
+            fetch.using(functools.partial(hang_up, sock)),
             closing(self._agree(sock, replica)) as agreement,
+            fetch.using(agreement.close),
         ):
             if not self._await_ready(sock, lambda: self._runtime.core.poisoned_epoch < epoch):
                 raise TransferBroken(f"rank {source.replica_rank} will not come to the boundary before step {step}")
@@ -172,6 +181,7 @@ class Installer:
         if source.record_rank is not None:
             with (
                 self._fabric.connect(members[source.record_rank], "record", fields, CONNECT_TIMEOUT_S) as sock,
+                fetch.using(functools.partial(hang_up, sock)),
                 Control(sock, STATE_TIMEOUT_S, self._received) as control,
             ):
                 record, tail = receive_record(control, step - 1)
@@ -184,19 +194,21 @@ class Installer:
     # ---------------------------------------------------------------- state, planned
 
     def fetch_from_leaver(self, plan: Plan, rank: int) -> None:
-        start_thread(f"subscribe-{plan.plan_id}", lambda: self._fetch_from_leaver(plan, rank))
+        fetch = self._fetches.next()
+        start_thread(f"subscribe-{plan.plan_id}", lambda: fetch.run(lambda: self._fetch_from_leaver(plan, rank, fetch)))
 
     def drop(self, plan_id: int) -> None:
         """The plan is off: its subscription ends."""
         if self._subscription is not None and self._subscription[0] == plan_id:
-            _hang_up(self._subscription[1])
+            hang_up(self._subscription[1])
             self._subscription = None
 
-    def _fetch_from_leaver(self, plan: Plan, rank: int) -> None:
+    def _fetch_from_leaver(self, plan: Plan, rank: int, fetch: Fetch) -> None:
         core, epoch = self._runtime.core, plan.successor.epoch
         try:
+            fetch.take_over()
             self._take_tracked_role(rank)
-            step = self._load_from_leaver(plan, rank)
+            step = self._load_from_leaver(plan, rank, fetch)
         except (StateError, OSError) as error:
             self._report_no_state(epoch, rank, error)
             return
@@ -206,15 +218,18 @@ class Installer:
         self._keep_own_record(step)
         self._runtime.tell(core.state_loaded, epoch, step, "exact")
 
-    def _load_from_leaver(self, plan: Plan, rank: int) -> int:
+    def _load_from_leaver(self, plan: Plan, rank: int, fetch: Fetch) -> int:
         """Waits for the flip, then takes the leaver's whole state and its ward's record. Returns the step to run first."""
         leaver = plan.sources.get(rank)
         if leaver is None:
             raise TransferBroken(f"plan {plan.plan_id} does not say where rank {rank} listens")
-        with self._fabric.connect(leaver, "leaver", {"plan": plan.plan_id}, CONNECT_TIMEOUT_S) as sock:
+        with (
+            self._fabric.connect(leaver, "leaver", {"plan": plan.plan_id}, CONNECT_TIMEOUT_S) as sock,
+            fetch.using(functools.partial(hang_up, sock)),
+        ):
             with self._runtime.changed:
                 self._subscription = (plan.plan_id, sock)
-            with closing(self._agree(sock, leaver)) as agreement:
+            with closing(self._agree(sock, leaver)) as agreement, fetch.using(agreement.close):
                 self._prepared_of(plan.plan_id).set()
                 if not self._await_ready(sock, lambda: True):
                     raise TransferBroken(f"the leaver called plan {plan.plan_id} off before its flip")
@@ -273,10 +288,3 @@ class Installer:
         with self._runtime.changed:
             self._own.put(step - 1, record)
             self._own.put_tail(step - 1, b"")
-
-
-def _hang_up(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # closed already

@@ -43,6 +43,7 @@ _PIECE = struct.Struct("!IQQ")
 _MAGIC = b"TMDR"
 _REASON = struct.Struct("!I")
 _REASON_BYTES = 4096
+_CLOSED = "this end was closed"
 #: Every source lets itself be asked for these, before anything is exported.
 _TRIAL = Piece(0xFFFFFFFF, 0, 4096)
 
@@ -185,8 +186,11 @@ class TcpJoiner:
         self._dial = dial
         self._streams = streams
         self._tls = tls
+        #: Guards the two below.
+        self._lock = threading.Lock()
         self._wires: list[Wire] = []
-        #: Held while they are used.
+        self._closed = False
+        #: Held while the connections are used.
         self._using = threading.Lock()
 
     def prepare(self, memory: Sequence[Memory]) -> None:
@@ -204,14 +208,26 @@ class TcpJoiner:
 
     def _connect(self, accepted: Answer, deadline_s: float) -> None:
         for _ in range(self._streams):
+            if self._closed:
+                raise ConnectionError(_CLOSED)
             sock = self._dial({"token": accepted.token}, max(deadline_s - time.monotonic(), _LEAST_S))
-            self._wires.append(Wire(sock if self._tls is None else _in_tls(sock, self._tls, deadline_s)))
+            self._keep(Wire(sock if self._tls is None else _in_tls(sock, self._tls, deadline_s)))
         for wire in self._wires:
             trial = bytearray(_TRIAL.size_bytes)
             _ask(wire, (_TRIAL,), deadline_s)
             _receive(wire, [memoryview(trial)], deadline_s)
             if trial != accepted.trial:
                 raise ConnectionError("the bytes of the trial arrived changed")
+
+    def _keep(self, wire: Wire) -> None:
+        """Raises ConnectionError if this end was closed while it dialed."""
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._wires.append(wire)
+        if closed:
+            wire.close()
+            raise ConnectionError(_CLOSED)
 
     def read(self, regions: Sequence[Region], memory: Sequence[Memory], work: Work, timeout_s: float) -> None:
         sizes = [(region.size_bytes, part.size_bytes) for region, part in zip(regions, memory, strict=True)]
@@ -235,10 +251,14 @@ class TcpJoiner:
             raise TransferFailed(f"tcp: {reasons[0]}")
 
     def close(self) -> None:
-        for wire in self._wires:
+        """For good: nothing is dialed and no byte is written any more once it returns."""
+        with self._lock:
+            self._closed = True
+            wires = list(self._wires)
+        for wire in wires:
             wire.shut()
         with self._using:
-            for wire in self._wires:
+            for wire in wires:
                 wire.close()
 
 
