@@ -36,6 +36,7 @@ class Pretended:
         #: Chunks.
         self.breaks_after = breaks_after
         self.closed = 0
+        self.read_timeouts_s: list[float] = []
 
     def probe(self) -> str:
         return self.obstacle
@@ -67,6 +68,7 @@ class Pretended:
         return tuple(Region(part.address, part.size_bytes, 7) for part in memory)
 
     def read(self, regions: Sequence[Region], memory: Sequence[Memory], work: Work, timeout_s: float) -> None:
+        self.read_timeouts_s.append(timeout_s)
         theirs = Views([Memory(region.address, region.size_bytes) for region in regions])
         ours = Views(memory)
         moved = 0
@@ -210,6 +212,23 @@ def test_what_a_broken_transport_leaves_goes_over_tcp() -> None:
         assert both.pair.joiner_memory.contents() == contents
         assert puller.bytes_by_transport == {"rdma": 2 * CHUNK_BYTES, "tcp": 3 * CHUNK_BYTES + 1}
         assert "rdma: the port went down; the rest, 4 of 6 chunks, went over tcp" in puller.why
+
+
+def test_a_transport_that_stalls_is_given_up_while_the_source_still_waits() -> None:
+    """The source hangs up after DEADLINE_S without a word: a stall, the dialing of tcp and tcp's first bytes fit into that."""
+    stalling = Pretended(breaks_after=0)
+    with ends(theirs=[Pretended()], ours=[stalling]) as both:
+        dialing_s: list[float] = []
+        dial = both.pair.dial
+        both.pair.dial = lambda fields, timeout_s: dialing_s.append(timeout_s) or dial(fields, timeout_s)  # type: ignore
+        agreement, _ = both.agree()
+        assert isinstance(agreement, Agreement)
+        with contextlib.closing(agreement):
+            both.move(agreement)
+        assert both.pair.joiner_memory.contents() == both.contents
+    assert dialing_s
+    assert stalling.read_timeouts_s == [DEADLINE_S / 3]
+    assert max(dialing_s) <= DEADLINE_S / 3
 
 
 def test_every_end_is_closed_in_the_end() -> None:

@@ -13,6 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from tmd_worker.handoff.agreement import Agreement
 from tmd_worker.handoff.transfer import Chunk, JoinerEnd, Memory, Region, TransferFailed, Work
 
+#: The agreed transport and the dialing of the spare get this share of the time in which the source must hear something, so that
+#: the spare's bytes still move in time.
+_SHARE = 1 / 3
+
 _log = logging.getLogger(__name__)
 
 
@@ -27,7 +31,8 @@ class Puller:
         landed: Callable[[Chunk], None],
         timeout_s: float,
     ) -> None:
-        """`exports`: by transport; one that is not there could not export. `landed`: see Work."""
+        """`exports`: by transport; one that is not there could not export. `landed`: see Work. `timeout_s`: how long the source
+        waits for a word while nothing lands."""
         self._agreement = agreement
         self._exports = exports
         self._memory = memory
@@ -53,7 +58,7 @@ class Puller:
                 _log.warning("a handoff goes on over %s: %s", agreement.spare_name, error)
                 self.why += f"; {error}; the rest, {work.missing} of {len(chunks)} chunks, went over {agreement.spare_name}"
         if not self._spare_connected:
-            agreement.spare.connect(agreement.spare_words, self._timeout_s)
+            agreement.spare.connect(agreement.spare_words, self._timeout_s * _SHARE)
             self._spare_connected = True
         self._under_way = agreement.spare_name
         self._read(agreement.spare_name, agreement.spare, work)
@@ -61,7 +66,8 @@ class Puller:
     def _read(self, name: str, end: JoinerEnd, work: Work) -> None:
         if name not in self._exports:
             raise TransferFailed(f"{name}: the source could not export its memory")
-        end.read(self._exports[name], self._memory, work, self._timeout_s)
+        timeout_s = self._timeout_s if end is self._agreement.spare else self._timeout_s * _SHARE
+        end.read(self._exports[name], self._memory, work, timeout_s)
         if work.missing:
             raise TransferFailed(f"{name}: {work.missing} chunks were not moved")
 
