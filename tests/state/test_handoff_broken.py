@@ -14,12 +14,13 @@ from torch import nn
 
 from tests.state.builds import build, run, warmed
 from tests.state.handoff_rig import DEADLINE_S, Cut, Flip, hand_over, wire_bytes
-from tmd_worker.handoff.agreement import propose
+from tmd_worker.handoff.agreement import Agreed, propose
 from tmd_worker.handoff.control import MAX_FRAME_BYTES, Control
+from tmd_worker.handoff.digests import DIGEST_BYTES
 from tmd_worker.handoff.probe import Transports
 from tmd_worker.handoff.tcp import Tcp
 from tmd_worker.state.errors import TransferBroken
-from tmd_worker.state.handoff import receive_record, send_record
+from tmd_worker.state.handoff import _GO_ON, _Answer, receive_record, send_record, send_state
 from tmd_worker.state.manifest import Manifest
 from tmd_worker.state.tracked import Tracked
 
@@ -98,6 +99,38 @@ def test_a_peer_that_stalls_is_given_up_with_the_name_of_what_was_awaited() -> N
         assert time.monotonic() - began_s < 5
         assert ours.gettimeout() is None
     assert target.tracked.intact
+
+
+def test_digests_larger_than_any_buffer_wait_for_a_joiner_that_still_reads_bytes() -> None:
+    """For longer than the deadline; it says meanwhile that bytes arrive."""
+    source = build(0)
+    manifest, tensors = source.tracked.full_state(step=0, epoch=3)
+    pieces, deadline_s = 30_000, 0.5
+    heard: list[str] = []
+    ours, theirs = socket.socketpair()
+
+    def send() -> None:
+        try:
+            with Control(theirs, deadline_s) as control:
+                send_state(control, Agreed(Transports([Tcp()])), manifest, tensors[:1] * pieces)
+        except TransferBroken as error:
+            heard.append(str(error))
+
+    sender = threading.Thread(target=send)
+    with ours, theirs, Control(ours, DEADLINE_S) as control:
+        sender.start()
+        control.receive_bytes("the manifest")
+        control.send("an answer", _GO_ON)
+        until_s = time.monotonic() + 4 * deadline_s
+        while time.monotonic() < until_s:
+            control.send("a beat", _Answer(beat=True))
+            threading.Event().wait(deadline_s / 10)
+        control.send("an answer", _GO_ON)
+        assert len(control.receive_bytes("the digests")) == DIGEST_BYTES * pieces
+        control.send("an answer", _GO_ON)
+        sender.join(DEADLINE_S)
+    assert not sender.is_alive()
+    assert heard == []
 
 
 def test_a_frame_that_is_too_large_is_refused_before_memory_is_taken() -> None:

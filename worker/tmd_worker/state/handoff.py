@@ -1,8 +1,8 @@
 """A state or a record handed over a connected, already authenticated control socket; the tensors' bytes by a transport of
 `handoff`.
 
-State: manifest and exported regions down, answer up, the bytes read by the joiner, digests of all pieces (xxh3_128) down,
-answer up. An answer is either "go on" or a refusal with its reason, so both sides know. Whatever goes wrong raises
+State: manifest and exported regions down, answer up, the bytes read by the joiner, answer up, digests of all pieces (xxh3_128)
+down, answer up. An answer is either "go on" or a refusal with its reason, so both sides know. Whatever goes wrong raises
 TransferBroken or StateMismatch with the entry's name; before the first byte of an entry is received nothing is touched, after
 it `Tracked.intact` is False until all is well. A chunk that arrives damaged is read once more. `deadline_s` bounds the time in
 which nothing at all moves.
@@ -97,7 +97,9 @@ def send_state(control: Control, agreed: Agreed, manifest: Manifest, tensors: li
     control.send("the manifest", _Handed(manifest, exports))
     _hear(control, "the answer to the manifest")
     digests = Digests(memory, split([part.size_bytes for part in memory]))
-    control.send_bytes("the digests", digests.take_all())
+    taken = digests.take_all()
+    _hear(control, "the word that the bytes have come")  # until then nobody takes the digests, which may fill every buffer
+    control.send_bytes("the digests", taken)
     _hear(control, "the word that all has arrived")
 
 
@@ -137,6 +139,7 @@ def receive_state(
     try:
         puller.move(chunks)
         clock.mark("bytes")
+        control.send("an answer", _GO_ON)
         _make_sure(puller, digests, control.receive_bytes("the digests"), manifest.entries)
         clock.mark("digests")
         plan.finish()
