@@ -21,6 +21,7 @@ from tmd_worker.handoff.pulling import Puller
 from tmd_worker.handoff.tcp import Tcp
 from tmd_worker.handoff.transfer import CHUNK_BYTES, Chunk, Dial, Memory, Region, TransferFailed, Transport, Work, split
 from tmd_worker.handoff.wire import view_of
+from tmd_worker.state.handoff import _make_sure
 
 
 class Pretended:
@@ -29,12 +30,20 @@ class Pretended:
     name = "rdma"
 
     def __init__(
-        self, *, obstacle: str = "", hello_fails: str = "", connect_fails: str = "", breaks_after: int = 1 << 30
+        self,
+        *,
+        obstacle: str = "",
+        hello_fails: str = "",
+        connect_fails: str = "",
+        breaks_after: int = 1 << 30,
+        brings: bytes = b"",
     ) -> None:
         self.obstacle = obstacle
         self.hello_fails, self.connect_fails = hello_fails, connect_fails
         #: Chunks.
         self.breaks_after = breaks_after
+        #: Instead of the source's bytes.
+        self.brings = brings
         self.closed = 0
         self.read_timeouts_s: list[float] = []
 
@@ -77,7 +86,8 @@ class Pretended:
                 work.give_back(chunk)
                 raise TransferFailed("rdma: the port went down")
             for piece in chunk.pieces:
-                ours.put(piece.entry, piece.offset, theirs.get(piece.entry, piece.offset, piece.size_bytes))
+                data = self.brings or theirs.get(piece.entry, piece.offset, piece.size_bytes)
+                ours.put(piece.entry, piece.offset, data)
             moved += 1
             work.landed(chunk)
 
@@ -229,6 +239,25 @@ def test_a_transport_that_stalls_is_given_up_while_the_source_still_waits() -> N
     assert dialing_s
     assert stalling.read_timeouts_s == [DEADLINE_S / 3]
     assert max(dialing_s) <= DEADLINE_S / 3
+
+
+def test_chunks_that_arrived_damaged_are_read_again_over_tcp() -> None:
+    """A transport whose registration points to memory of before brings the same wrong bytes each time."""
+    with ends(theirs=[Pretended()], ours=[Pretended(brings=b"stale, old")]) as both:
+        agreement, _ = both.agree()
+        assert isinstance(agreement, Agreement)
+        with contextlib.closing(agreement):
+            ours, theirs = both.pair.joiner_memory.memory, both.pair.source_memory.memory
+            chunks = split([part.size_bytes for part in ours])
+            digests = Digests(ours, chunks)
+            exports = {name: end.export(theirs) for name, end in both.agreed.ends.items()}
+            puller = Puller(agreement, exports, ours, digests.take, DEADLINE_S)
+            puller.move(chunks)
+            assert both.pair.joiner_memory.contents() == [b"stale, old"]
+            _make_sure(puller, digests, Digests(theirs, chunks).take_all(), ())
+        assert "1 chunks arrived damaged and were read again over tcp" in puller.why
+        assert both.pair.joiner_memory.contents() == both.contents
+        assert puller.bytes_by_transport == {"rdma": 10, "tcp": 10}
 
 
 def test_every_end_is_closed_in_the_end() -> None:

@@ -39,6 +39,7 @@ class Puller:
         self._landed = landed
         self._timeout_s = timeout_s
         self._broken = False
+        self.spare_name = agreement.spare_name
         self._spare_connected = agreement.end is agreement.spare
         self.why = agreement.why
         self.bytes_by_transport: collections.Counter[str] = collections.Counter()
@@ -62,6 +63,10 @@ class Puller:
             self._spare_connected = True
         self._under_way = agreement.spare_name
         self._read(agreement.spare_name, agreement.spare, work)
+
+    def distrust(self) -> None:
+        """What the agreed transport brought was damaged, perhaps by a stale registration of memory: the spare takes over."""
+        self._broken = True
 
     def _read(self, name: str, end: JoinerEnd, work: Work) -> None:
         if name not in self._exports:

@@ -205,7 +205,8 @@ def _make_sure(puller: Puller, digests: Digests, theirs: bytes, entries: tuple[T
     try:
         damaged, wrong = digests.differing(theirs)
         if damaged:
-            puller.why += f"; {len(damaged)} chunks arrived damaged and were read again"
+            puller.distrust()
+            puller.why += f"; {len(damaged)} chunks arrived damaged and were read again over {puller.spare_name}"
             puller.move(damaged)
             _, wrong = digests.differing(theirs)
     except ValueError as error:
