@@ -13,7 +13,7 @@ import pytest
 from tests.handoff.memory import Buffers
 from tests.handoff.rig import DEADLINE_S, Pair
 from tmd.protocol.handoff import TransferMode
-from tmd_worker.handoff.agreement import Agreed, Agreement, propose
+from tmd_worker.handoff.agreement import Agreed, Agreement, Half, Offer, propose
 from tmd_worker.handoff.control import Control
 from tmd_worker.handoff.digests import Digests
 from tmd_worker.handoff.probe import Transports
@@ -201,6 +201,16 @@ def test_auto_falls_back_to_tcp_and_says_why_and_an_explicit_rdma_fails_with_the
         assert isinstance(heard, TransferFailed)
         assert why in str(refused)
         assert str(heard) == str(refused)
+
+
+def test_an_offer_that_names_a_transport_twice_is_refused() -> None:
+    with ends() as both:
+        ours, theirs = socket.socketpair()
+        with ours, theirs, Control(ours, DEADLINE_S) as joiner, Control(theirs, DEADLINE_S) as source:
+            joiner.send("an offer of transports", Offer((Half("tcp"), Half("tcp"))))
+            with pytest.raises(TransferFailed, match="names a transport twice: tcp, tcp"):
+                both.agreed.agree(source, both.pair.source_memory.memory, DEADLINE_S)
+        assert not both.agreed.ends
 
 
 def test_tcp_alone_is_used_where_it_is_named() -> None:

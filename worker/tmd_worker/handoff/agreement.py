@@ -134,6 +134,9 @@ class Agreed:
     def agree(self, control: Control, memory: Sequence[Memory], timeout_s: float) -> None:
         """`memory` will probably be read. Raises TransferFailed if no transport was found, or TransferBroken."""
         offer = control.receive("an offer of transports", Offer)
+        names = [half.transport for half in offer.halves]
+        if len(set(names)) != len(names):
+            raise TransferFailed(f"the joiner's offer names a transport twice: {', '.join(names)}")
         halves = tuple(self._answer(half, memory, timeout_s) for half in offer.halves)
         control.send("the answer to an offer of transports", Offer(halves))
         choice = control.receive("the choice of a transport", Choice)
