@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from tmd_worker.handoff.agreement import Agreement
@@ -39,6 +40,8 @@ class Puller:
         self._landed = landed
         self._timeout_s = timeout_s
         self._broken = False
+        #: Guards the counter below: chunks land in several threads.
+        self._lock = threading.Lock()
         self.spare_name = agreement.spare_name
         self._spare_connected = agreement.end is agreement.spare
         self.why = agreement.why
@@ -77,5 +80,7 @@ class Puller:
             raise TransferFailed(f"{name}: {work.missing} chunks were not moved")
 
     def _count(self, chunk: Chunk) -> None:
-        self.bytes_by_transport[self._under_way] += chunk.size_bytes
+        size = chunk.size_bytes
+        with self._lock:
+            self.bytes_by_transport[self._under_way] += size
         self._landed(chunk)
