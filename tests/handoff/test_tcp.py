@@ -75,6 +75,30 @@ def test_other_sizes_than_are_exported_are_refused_before_anything_is_read() -> 
         assert short.contents() == [bytes(99)]
 
 
+def test_another_number_of_regions_than_is_to_be_read_is_refused() -> None:
+    with connected(some(100, 7)) as pair, pytest.raises(TransferFailed, match="other sizes"):
+        pair.joiner.read(pair.regions[:1], pair.joiner_memory.memory, Work(split([100, 7])), DEADLINE_S)
+
+
+@pytest.mark.parametrize("fields", [{}, {"token": [1]}, {"token": "text"}, {"token": {"a": 1}}])
+def test_a_connection_without_a_handoff_s_token_is_refused(fields: dict[str, object]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(ConnectionError, match="is over"):
+        Tcp().serve(theirs, fields)
+
+
+def test_nothing_reads_the_exported_memory_once_the_source_is_closed() -> None:
+    """Also not a thread that is in the middle of sending to a joiner that takes nothing."""
+    contents = [bytes(10 * CHUNK_BYTES)]
+    with connected(contents, streams=2) as pair:
+        for wire in pair.joiner._wires:
+            for chunk in split([len(contents[0])]):
+                _ask(wire, chunk.pieces, float("inf"))
+        assert len(pair.source._wires) == 2
+        pair.source.close()
+        assert not pair.source._wires
+
+
 def test_a_closed_source_serves_nobody_and_takes_no_new_connection() -> None:
     with contextlib.closing(Pair(some(100))) as pair:
         answer = pair.source.accept(b"", DEADLINE_S)

@@ -38,6 +38,8 @@ DEPTH = 4
 SERVICE = "handoff"
 _TOKEN_BYTES = 16
 _LEAST_S = 0.001
+#: A connection that was shut ends within LOOK_S, unless this process gets no processor.
+_CLOSE_S = 10.0
 _REQUEST = struct.Struct("!4sI")
 _PIECE = struct.Struct("!IQQ")
 _MAGIC = b"TMDR"
@@ -79,8 +81,9 @@ class Tcp:
 
     def serve(self, sock: socket.socket, fields: dict[str, Any]) -> None:
         """A connection that a joiner has dialed; returns when it has ended. Raises OSError if nobody here waits for it."""
+        token = fields.get("token")
         with self._lock:
-            source = self._sources.get(fields.get("token", b""))
+            source = self._sources.get(token) if isinstance(token, bytes) else None
         if source is None:
             sock.close()
             raise ConnectionError("the handoff that this connection is for is over")
@@ -104,7 +107,8 @@ class TcpSource:
         self._transport = transport
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._trial = secrets.token_bytes(_TRIAL.size_bytes)
-        self._lock = threading.Lock()
+        #: Guards what is below; told when a connection has ended.
+        self._changed = threading.Condition()
         self._wires: set[Wire] = set()
         self._exported: tuple[memoryview, ...] = ()
         self._timeout_s = math.inf
@@ -124,18 +128,22 @@ class TcpSource:
         return tuple(Region(part.address, part.size_bytes, entry) for entry, part in enumerate(memory))
 
     def close(self) -> None:
+        """The connections are gone when it returns, so nothing reads the exported memory any more."""
         self._transport.dismiss(self._token)
-        with self._lock:
+        with self._changed:
             self._closed = True
+            self._exported = ()
             wires = list(self._wires)
         for wire in wires:
             wire.shut()
-        self._exported = ()
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._wires, _CLOSE_S):
+                _log.error("%d connections of a handoff did not end in %g s after they were shut", len(self._wires), _CLOSE_S)
 
     def serve(self, sock: socket.socket) -> None:
         """Answers requests until either side ends the connection."""
         wire = Wire(sock)
-        with self._lock:
+        with self._changed:
             if not self._closed:
                 self._wires.add(wire)
         try:
@@ -145,9 +153,10 @@ class TcpSource:
             if not self._closed:
                 _log.debug("a connection of a handoff ended: %s", error)
         finally:
-            with self._lock:
-                self._wires.discard(wire)
             wire.close()
+            with self._changed:
+                self._wires.discard(wire)
+                self._changed.notify_all()
 
     def _request(self, wire: Wire) -> list[Piece]:
         """The next one. Raises OSError."""
@@ -176,7 +185,9 @@ class TcpSource:
                 raise ConnectionError(reason.decode())
             views.append(view[piece.offset : piece.offset + piece.size_bytes])
         wire.send(views, deadline_s)
-        self.moved_bytes += sum(len(view) for view in views)
+        moved = sum(len(view) for view in views)
+        with self._changed:
+            self.moved_bytes += moved
 
 
 class TcpJoiner:
@@ -230,8 +241,7 @@ class TcpJoiner:
             raise ConnectionError(_CLOSED)
 
     def read(self, regions: Sequence[Region], memory: Sequence[Memory], work: Work, timeout_s: float) -> None:
-        sizes = [(region.size_bytes, part.size_bytes) for region, part in zip(regions, memory, strict=True)]
-        if any(theirs != ours for theirs, ours in sizes):
+        if [region.size_bytes for region in regions] != [part.size_bytes for part in memory]:
             raise TransferFailed("tcp: the source exports other sizes than are to be read")
         views = [view_of(part) for part in memory]
         reasons: list[str] = []
