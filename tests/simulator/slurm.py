@@ -199,6 +199,9 @@ class SimSlurm(Actor):
     def _look_for_odd_nodes(self) -> None:
         """A node that was given back leaves the job, a node of the job gets an agent, unless something is in the way."""
         world = self.world
+        if self.suspended:  # nothing is decided, and no agent can answer
+            self._odd_since_s.clear()
+            return
         odd = {node: what for node in self.nodes if (what := self._oddity(node))}
         self._odd_since_s = {node: self._odd_since_s.get(node, world.now) for node in odd}
         for node, since_s in self._odd_since_s.items():
