@@ -158,7 +158,7 @@ class DaemonCore:
     def maintenance(self, now: float, announced: Collection[Maintenance]) -> list[Instruction]:
         """All the maintenance that the resource manager has announced by now. Nodes that it comes near are left."""
         self._begin(now)
-        self._maintenance.take(announced)
+        self._maintenance.take(announced, self._jobs.values())
         return self._carry_on(now, *self._jobs.values())
 
     def allocation(self, now: float, word: Allocation) -> list[Instruction]:

@@ -108,6 +108,18 @@ def find(job: Job, kind: OrderKind, node: str) -> tuple[Agent, OrderStatus] | No
     return None
 
 
+def take_up(job: Job, now: float, errand: Errand, kind: OrderKind, node: str) -> bool:
+    """If that is under way since before this daemon, it is this errand's order from now on, waited for like any other."""
+    found = find(job, kind, node)
+    if found is None:
+        return False
+    agent, word = found
+    errand.order_id, errand.agent_id, errand.nodes, errand.kind = word.order_id, agent.agent_id, (node,), kind
+    errand.since_s = min(word.since_s, now)
+    job.stale = True
+    return True
+
+
 def note_ended(job: Job, now: float, agent: Agent) -> None:
     """Withdrawn orders of which the agent says that they have ended, or of which it has never heard, are named no more."""
     withdrawn = job.withdrawn.get(agent.agent_id, {})

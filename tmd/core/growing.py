@@ -51,16 +51,9 @@ def _look_after(job: Job, now: float) -> None:
 
 
 def _take_up(job: Job, now: float) -> None:
-    """A growth that is under way since before this daemon is waited for like any other."""
     for kind in ("expand", "companion"):
         for node in job.pool.word.nodes if job.pool is not None and job.pool.word is not None else ():
-            found = errands.find(job, kind, node)
-            if found is not None:
-                agent, status = found
-                errand = job.growth
-                errand.order_id, errand.agent_id, errand.nodes, errand.kind = status.order_id, agent.agent_id, (node,), kind
-                errand.since_s = min(status.since_s, now)
-                job.stale = True
+            if errands.take_up(job, now, job.growth, kind, node):
                 return
 
 

@@ -69,14 +69,8 @@ def _served(job: Job, now: float, node: str, errand: Errand, since_s: float) -> 
 
 
 def _taken_up(job: Job, now: float, node: str, errand: Errand) -> bool:
-    """A launch that is under way since before this daemon: it is waited for like any other."""
-    found = errands.find(job, "launch", node)
-    if found is None:
+    if not errands.take_up(job, now, errand, "launch", node):
         return False
-    agent, word = found
-    errand.order_id, errand.agent_id, errand.nodes, errand.kind = word.order_id, agent.agent_id, (node,), "launch"
-    errand.since_s = min(word.since_s, now)
-    job.stale = True
     errands.look(job, now, errand)
     return True
 

@@ -6,7 +6,7 @@ reservation). Whatever else is said of a node goes before: a drain, a failure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 
 import msgspec
@@ -39,9 +39,14 @@ class MaintenanceBook:
     def __init__(self, lead_s: float) -> None:
         self._lead_s = lead_s
         self._announced: tuple[Maintenance, ...] | None = None
+        #: Nodes that are named, or are being left for what is named no more: mostly none, and each event looks at them.
+        self._nodes: frozenset[str] = frozenset()
 
-    def take(self, announced: Collection[Maintenance]) -> None:
+    def take(self, announced: Collection[Maintenance], jobs: Iterable[Job]) -> None:
         self._announced = tuple(announced)
+        named = {node for each in announced for node in each.nodes}
+        left = {node for job in jobs for node, record in job.nodes.items() if record.reason.startswith(REASON)}
+        self._nodes = frozenset(named | left)
 
     def state(self, now: float, job: Job, node: str, state: NodeState, reason: str) -> tuple[NodeState, str]:
         """What a node is to a job, given what it is by itself."""
@@ -59,13 +64,13 @@ class MaintenanceBook:
         """Brings a job's nodes up to date; `states`: what is known of nodes by themselves."""
         if self._announced is None or job.over:
             return
-        for node, record in list(job.nodes.items()):
-            if record.use != "released":
+        for node in sorted(self._nodes & job.nodes.keys()):
+            if job.nodes[node].use != "released":
                 node_states.change(job, now, node, *self.state(now, job, node, *states.get(node, ("unknown", ""))))
 
     def wake(self, now: float, job: Job) -> None:
         """Has the job looked at when the next maintenance comes near, or ends."""
-        for node in () if job.over else job.nodes:
+        for node in () if job.over else self._nodes & job.nodes.keys():
             for each in self._of(job, node):
                 moments = [moment for moment in (each.start_s - self._lead_s, each.end_s) if moment > now]
                 if moments:

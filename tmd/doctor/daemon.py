@@ -11,9 +11,6 @@ from tmd.ledger.reading import JOB_ENDED
 from tmd.nodes.slurm.allocations import asked_for
 from tmd.nodes.slurm.records import SlurmJob
 
-#: What plugins/tmd_standby.lua writes into a job's AdminComment.
-_MARK = "tmd:standby="
-
 
 def check_daemon(facts: Facts) -> Iterator[Finding]:
     """That it answers is known already."""
@@ -73,7 +70,7 @@ def _asked_of_slurm(jobs: tuple[SlurmJob, ...], daemon: DaemonFacts) -> Iterator
     live = [each for each in daemon.jobs if each["record"]["state"] not in JOB_ENDED]
     reached = {node["node"] for each in live for node in each["nodes"] if node["use"] in ("training", "standby")}
     for job in jobs:
-        if job.state != "RUNNING" or _MARK not in job.admin_comment:
+        if job.state != "RUNNING" or not asked_for(job)[0]:
             continue
         if reached.isdisjoint(job.nodes):
             yield warning(
