@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Protocol
 
 from tmd.core.maintenance import Maintenance
 from tmd.daemon.loop import CoreLoop
-from tmd.nodes.base import ResourceManagerError
+from tmd.daemon.repeated_question import RepeatedQuestion
 
 log = logging.getLogger("tmd.daemon")
 
@@ -24,33 +23,24 @@ class MaintenanceSource(Protocol):
         ...
 
 
-class MaintenanceFeed:
-    """Tells the core of every change. While the manager does not answer nothing is told, so the last word stands."""
+class MaintenanceFeed(RepeatedQuestion[list[Maintenance]]):
+    """Tells the core of every change."""
+
+    unknown = "whether maintenance is announced"
 
     def __init__(self, source: MaintenanceSource, loop: CoreLoop) -> None:
+        super().__init__()
         self._source = source
         self._loop = loop
-        self._told: list[Maintenance] | None = None
-        self._silent = False
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            try:
-                announced = await self._source.maintenance()
-            except ResourceManagerError as error:
-                if not self._silent:
-                    log.error("whether maintenance is announced is not known: %s; asking again", error)
-                self._silent = True
-            else:
-                self._silent = False
-                self._tell(announced)
-            await asyncio.sleep(POLL_S)
+    async def ask(self) -> list[Maintenance]:
+        return await self._source.maintenance()
 
-    def _tell(self, announced: list[Maintenance]) -> None:
-        if announced == self._told:
-            return
-        for each in announced if self._told is None else [each for each in announced if each not in self._told]:
-            log.info("%s: %s", each.reason, ",".join(each.nodes))
-        self._told = announced
-        self._loop.post(lambda now: self._loop.core.maintenance(now, announced))
+    def tell(self, word: list[Maintenance], before: list[Maintenance] | None) -> None:
+        for each in word:
+            if each not in (before or ()):
+                log.info("%s: %s", each.reason, ",".join(each.nodes))
+        self._loop.post(lambda now: self._loop.core.maintenance(now, word))
+
+    def pause_s(self, *, silent: bool) -> float:
+        return POLL_S

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Protocol
 
 from tmd.core.pool import Pool
 from tmd.daemon.loop import CoreLoop
+from tmd.daemon.repeated_question import RepeatedQuestion
 from tmd.ledger.reading import JOB_ENDED
-from tmd.nodes.base import ResourceManagerError
 
 log = logging.getLogger("tmd.daemon")
 
@@ -25,39 +24,29 @@ class PoolSource(Protocol):
         ...
 
 
-class PoolFeed:
-    """Tells the core of every change. While the manager does not answer nothing is told, so the last word stands."""
+class PoolFeed(RepeatedQuestion[Pool]):
+    """Tells the core of every change."""
+
+    unknown = "what the pool has"
 
     def __init__(self, source: PoolSource, loop: CoreLoop) -> None:
+        super().__init__()
         self._source = source
         self._loop = loop
-        self._told: Pool | None = None
-        self._silent = False
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            live = any(view.record.state not in JOB_ENDED for view in self._loop.core.jobs())
-            try:
-                word = await self._source.look()
-            except ResourceManagerError as error:
-                if not self._silent:
-                    log.error("what the pool has is not known, the resource manager does not answer: %s; asking again", error)
-                self._silent = True
-            else:
-                self._silent = False
-                self._tell(word)
-            await asyncio.sleep(POLL_S if live and not self._silent else IDLE_S)
+    async def ask(self) -> Pool:
+        return await self._source.look()
 
-    def _tell(self, word: Pool) -> None:
-        if word == self._told:
-            return
-        if self._told is None or word.problem != self._told.problem:
+    def tell(self, word: Pool, before: Pool | None) -> None:
+        if before is None or word.problem != before.problem:
             log.log(
                 logging.WARNING if word.problem else logging.INFO,
                 "the pool is reservation %s: %s",
                 word.name,
                 word.problem or f"{len(word.nodes)} nodes, {len(word.free)} of them free",
             )
-        self._told = word
         self._loop.post(lambda now: self._loop.core.pool(now, word))
+
+    def pause_s(self, *, silent: bool) -> float:
+        live = any(view.record.state not in JOB_ENDED for view in self._loop.core.jobs())
+        return POLL_S if live and not silent else IDLE_S
