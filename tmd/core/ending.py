@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tmd.core import planned
-from tmd.core.job import Job, Recovery
+from tmd.core.job import Job
+from tmd.core.under_way import Recovery
 from tmd.protocol.membership import Resolution
 
 #: Exit code of a job that tmd gave up although its script did nothing wrong: worth trying again (EX_TEMPFAIL).

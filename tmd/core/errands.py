@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tmd.core.job import Errand, Job
+from tmd.core.job import Job
 from tmd.core.processes import Agent
+from tmd.core.under_way import Errand
 from tmd.protocol.agent import NodeOrder, OrderKind, OrderStatus
 
 

@@ -4,9 +4,10 @@ on is written and given. An attempt that fails is followed by another under the 
 from __future__ import annotations
 
 from tmd.core import suspicion, words
-from tmd.core.job import Attempt, Job
+from tmd.core.job import Job
 from tmd.core.losses import lose
 from tmd.core.processes import Process
+from tmd.core.under_way import Attempt
 from tmd.protocol.membership import Install, Membership, Source
 
 #: Wait before attempt n + 1: n times this, at most RETRY_LIMIT_S; the first retry comes at once.

@@ -4,7 +4,8 @@ gets its first agent and a node whose agent was lost another one; what fails is 
 from __future__ import annotations
 
 from tmd.core import errands
-from tmd.core.job import Errand, Job
+from tmd.core.job import Job
+from tmd.core.under_way import Errand
 
 GOING_STATES = ("draining", "drained", "down")
 

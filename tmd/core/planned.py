@@ -5,10 +5,11 @@ comes about is in `proposing`."""
 from __future__ import annotations
 
 from tmd.core import releasing, words
-from tmd.core.job import Flight, Job
+from tmd.core.job import Job
 from tmd.core.poison import call_off, note_loss
 from tmd.core.processes import Process
 from tmd.core.records import MigrationRecord
+from tmd.core.under_way import Flight
 from tmd.protocol.membership import Plan
 
 

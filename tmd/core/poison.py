@@ -3,8 +3,9 @@ resolution says what does."""
 
 from __future__ import annotations
 
-from tmd.core.job import Job, Recovery
+from tmd.core.job import Job
 from tmd.core.processes import Process
+from tmd.core.under_way import Recovery
 
 
 def call_off(job: Job, now: float, sign: str, *, sign_s: float, cause: int | None = None) -> None:

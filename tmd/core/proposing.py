@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from tmd.core import standby
-from tmd.core.job import Flight, Job
+from tmd.core.job import Job
 from tmd.core.planned import mark
 from tmd.core.processes import Process
 from tmd.core.records import MigrationRecord
 from tmd.core.timings import open_window
+from tmd.core.under_way import Flight
 from tmd.protocol.membership import Membership, Plan
 
 

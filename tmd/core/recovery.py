@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from tmd.core import forming, installing, launching, planned, standby, words
 from tmd.core.ending import EXIT_GIVEN_UP, fail_job
-from tmd.core.job import Job, Recovery
+from tmd.core.job import Job
 from tmd.core.losses import lose
 from tmd.core.poison import call_off
 from tmd.core.processes import Process
 from tmd.core.records import MigrationRecord
 from tmd.core.timings import open_window
+from tmd.core.under_way import Recovery
 from tmd.protocol.membership import Install, Resolution, Source
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tmd.core.job import Flight, Job, Recovery
+from tmd.core.job import Job
 from tmd.core.journal import Journal
 from tmd.core.processes import Agent, Process
 from tmd.core.records import JobRecord, LedgerSnapshot
 from tmd.core.settings import CoreSettings
+from tmd.core.under_way import Flight, Recovery
 
 
 def restore_job(record: JobRecord, snapshot: LedgerSnapshot, settings: CoreSettings, journal: Journal) -> Job:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import collections
 
 from tmd.core import words
-from tmd.core.job import Attempt, Job, Recovery
+from tmd.core.job import Job
 from tmd.core.processes import Process
+from tmd.core.under_way import Attempt, Recovery
 
 #: Two ranks that stay get as many attempts before one of them is replaced.
 ATTEMPTS_OF_STAYERS = 3
