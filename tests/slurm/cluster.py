@@ -177,19 +177,25 @@ class SlurmCluster:
                         process.kill()
 
     def reconfigure(self, lines: str) -> None:
-        """Puts `lines` in the place of options.slurm_conf, and lets all daemons read that."""
+        """Puts `lines` in the place of options.slurm_conf, and returns once every daemon goes by that.
+
+        slurmctld answers before it has told any slurmd: one that is killed then never tells them.
+        """
         self.options = dataclasses.replace(self.options, slurm_conf=lines)
         self.places.slurm_conf.write_text(slurm_conf(self.options, self.places))
-        starts = self._slurmd_starts()
+        before = self._slurmd_readings()
         self.run("scontrol", "reconfigure")
-        if self.version >= (23, 11):
-            # Every daemon executes itself anew, and a slurmd that is told once more meanwhile is killed by that.
-            self.wait_for(lambda: all(now > starts[node] for node, now in self._slurmd_starts().items()), "slurmd to start anew")
+        self.wait_for(
+            lambda: all(now > before[node] for node, now in self._slurmd_readings().items()),
+            "each slurmd to read slurm.conf anew",
+        )
 
-    def _slurmd_starts(self) -> dict[str, int]:
-        """How often each has started, as its log says."""
+    def _slurmd_readings(self) -> dict[str, int]:
+        """How often each has read slurm.conf, as its log says."""
+        # From 23.11 on every daemon executes itself anew, and a slurmd that is told once more meanwhile is killed by that.
+        sign = " slurmd started on " if self.version >= (23, 11) else "got reconfigure request"
         logs = {node: self.places.slurmd_log(node) for node in self.options.node_names}
-        return {node: log.read_text().count(" slurmd started on ") for node, log in logs.items()}
+        return {node: log.read_text().count(sign) for node, log in logs.items()}
 
     # ---------------------------------------------------------------- nodes
 
