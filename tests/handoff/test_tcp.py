@@ -205,7 +205,7 @@ def program() -> Iterator[tuple[subprocess.Popen[str], TcpJoiner]]:
             told = json.loads(process.stdout.readline())
             joiner = Tcp().joiner(dial_port(told["port"]))
             with contextlib.closing(joiner):
-                joiner.connect(bytes.fromhex(told["answer"]), DEADLINE_S)
+                joiner.connect(bytes.fromhex(told["answers"][0]), DEADLINE_S)
                 yield process, joiner
         finally:
             process.kill()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.simulator.world import World
 
 #: Points of the protocol that a fault may wait for: of a recovery, of a vote, and of a planned migration.
-RECOVERY_POINTS = ("poison", "install", "fetch", "linked", "go", "unknown")
+RECOVERY_POINTS = ("poison", "install", "fetch", "fetch_source", "linked", "go", "unknown")
 VOTE_POINTS = ("vote", "voted", "vote_down", "vote_down")
 PLAN_POINTS = ("stage", "staged", "flip", "flip", "switch", "handoff", "handoff_source", "retire")
 #: (weight, kind) of what goes wrong, and of what operators and the resource manager ask for.

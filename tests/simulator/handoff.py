@@ -1,4 +1,4 @@
-"""How a joiner gets its role's state: from the frozen leaver, or from a replica and the buddy that keeps the record.
+"""How a joiner gets its role's state: from the frozen leaver, or from replicas and the buddy that keeps the record.
 
 A transfer takes time, breaks when an end dies, and copies piece by piece: what its source changes meanwhile shows in the copy.
 """
@@ -113,7 +113,8 @@ class FromLeaver(Fetch):
 
 
 class FromSurvivors(Fetch):
-    """Asks the replica until it may serve, then the record's keeper."""
+    """Asks every replica until it may serve; each that may brings a share, and leaves it to the others if it fails. The first
+    that is left leads: what the others brought counts if it is what the leader holds. Then the record's keeper is asked."""
 
     def __init__(self, joiner: SimRank, install: Install, rank: int) -> None:
         super().__init__(joiner, install.membership.epoch)
@@ -122,44 +123,67 @@ class FromSurvivors(Fetch):
         source = install.joining[rank]
         members = install.membership.members
         processes = self.world.processes
-        self.replica = processes[members[source.replica_rank].incarnation] if source.replica_rank is not None else None
+        assert source.replica_rank is not None
+        self._asked = [processes[members[rank].incarnation] for rank in (source.replica_rank, *source.other_replicas)]
+        #: What those that may serve held when they began.
+        self._begun: dict[SimRank, TrainingState] = {}
         self.keeper = processes[members[source.record_rank].incarnation] if source.record_rank is not None else None
         self.world.checks.record_given_up(joiner, install)
-        self.world.after(2 * self.world.link_delay(), joiner, self._ask)
+        for replica in self._asked:
+            self.world.after(2 * self.world.link_delay(), joiner, self._ask, replica)
 
-    def _ask(self) -> None:
+    def _ask(self, replica: SimRank) -> None:
         if self.over:
             return
-        replica = self.replica
-        if replica is None or not replica.alive:
-            self.fail("the replica does not answer")
+        if not replica.alive:
+            self._leave(replica, "the replica does not answer")
             return
         may = None if replica.machine.frozen else replica.core.may_serve(step=self.step)
         if may is False:
-            self.fail("the replica is past that step")
+            self._leave(replica, "the replica is past that step")
         elif may is None:
-            self.world.after(self.world.pace("ask_again"), self.joiner, self._ask)
+            self.world.after(self.world.pace("ask_again"), self.joiner, self._ask, replica)
         else:
             assert replica.state is not None
-            begin = TrainingState(replica.state.step, replica.state.params, 0)
-            self.world.after(self.world.pace("copy"), self.joiner, self._arrived, begin)
+            self._begun[replica] = TrainingState(replica.state.step, replica.state.params, 0)
+            if len(self._begun) == 1:
+                self.world.faults.point("fetch_source", replica)
+                self._copy()
 
-    def _arrived(self, begin: TrainingState) -> None:
+    def _copy(self) -> None:
+        self.world.after(self.world.pace("copy"), self.joiner, self._arrived)
+
+    def _leave(self, replica: SimRank, why: str) -> None:
+        self._asked.remove(replica)
+        self._begun.pop(replica, None)
+        if not self._asked:
+            self.fail(why)
+
+    def _arrived(self) -> None:
         if self.over:
             return
-        replica = self.replica
-        if replica is None or not replica.alive or replica.machine.frozen or replica.state is None:
-            self.fail("the replica's connection closed")
-            return
-        if not replica.core.may_serve(step=self.step):
-            self.fail("the replica went on while it was copied")
+        broken = {replica: why for replica in self._begun if (why := self._trouble(replica))}
+        for replica, why in broken.items():
+            self._leave(replica, why)
+        if self.over or not self._begun:
+            return  # whoever is still asked begins again
+        if broken:
+            self._copy()  # their shares
             return
         if self.keeper is not None and (not self.keeper.alive or self.keeper.machine.frozen):
             self.fail("the keeper of the record does not answer")
             return
+        lead, begin = next(iter(self._begun.items()))
+        assert lead.state is not None
         private, origin = self._record(begin.params)
-        params = torn(begin, TrainingState(replica.state.step, replica.state.params, 0)).params
+        params = torn(begin, TrainingState(lead.state.step, lead.state.params, 0)).params
         self.succeed(TrainingState(self.step, params, private), origin)
+
+    def _trouble(self, replica: SimRank) -> str:
+        """Why it brings nothing more; empty: it does."""
+        if not replica.alive or replica.machine.frozen or replica.state is None:
+            return "the replica's connection closed"
+        return "" if replica.core.may_serve(step=self.step) else "the replica went on while it was copied"
 
     def _record(self, params: int) -> tuple[int, RecordOrigin]:
         """The small state as its keeper has it; a keeper that is new itself may have none."""

@@ -15,8 +15,9 @@ from tmd_worker.handoff.control import Control
 from tmd_worker.handoff.probe import Transports
 from tmd_worker.handoff.tcp import Tcp
 from tmd_worker.state.errors import StateError
-from tmd_worker.state.handoff import Received, memory_of, receive_state, send_state
+from tmd_worker.state.handoff import memory_of, send_state
 from tmd_worker.state.manifest import Manifest
+from tmd_worker.state.receiving import Origin, Received, Receiving
 from tmd_worker.state.tracked import Tracked
 
 DEADLINE_S = 10.0
@@ -85,7 +86,7 @@ def hand_over_told(
                 memory = memory_of(target.in_reach())
                 with contextlib.closing(propose(control, Transports([tcp]), "auto", dial, memory, deadline_s)) as agreement:
                     lines.agreed.set()
-                    taken = receive_state(control, agreement, target, per_rank=per_rank)
+                    taken = Receiving(target, per_rank=per_rank).draw(Origin(0, "n0"), control, agreement)
         except StateError as error:
             taken = error
     return taken, heard[0]

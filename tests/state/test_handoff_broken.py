@@ -20,7 +20,7 @@ from tmd_worker.handoff.digests import DIGEST_BYTES
 from tmd_worker.handoff.probe import Transports
 from tmd_worker.handoff.tcp import Tcp
 from tmd_worker.state.errors import TransferBroken
-from tmd_worker.state.handoff import _GO_ON, _Answer, receive_record, send_record, send_state
+from tmd_worker.state.handoff import GO_ON, Answer, receive_record, send_record, send_state
 from tmd_worker.state.manifest import Manifest
 from tmd_worker.state.tracked import Tracked
 
@@ -120,14 +120,14 @@ def test_digests_larger_than_any_buffer_wait_for_a_joiner_that_still_reads_bytes
     with ours, theirs, Control(ours, DEADLINE_S) as control:
         sender.start()
         control.receive_bytes("the manifest")
-        control.send("an answer", _GO_ON)
+        control.send("an answer", GO_ON)
         until_s = time.monotonic() + 4 * deadline_s
         while time.monotonic() < until_s:
-            control.send("a beat", _Answer(beat=True))
+            control.send("a beat", Answer(beat=True))
             threading.Event().wait(deadline_s / 10)
-        control.send("an answer", _GO_ON)
+        control.send("an answer", GO_ON)
         assert len(control.receive_bytes("the digests")) == DIGEST_BYTES * pieces
-        control.send("an answer", _GO_ON)
+        control.send("an answer", GO_ON)
         sender.join(DEADLINE_S)
     assert not sender.is_alive()
     assert heard == []

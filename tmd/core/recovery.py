@@ -4,7 +4,7 @@ the whole state."""
 
 from __future__ import annotations
 
-from tmd.core import forming, installing, launching, planned, standby, words
+from tmd.core import forming, installing, launching, planned, sourcing, standby, words
 from tmd.core.ending import EXIT_GIVEN_UP, fail_job
 from tmd.core.job import Job
 from tmd.core.losses import lose
@@ -296,7 +296,7 @@ def _start_attempt(job: Job, now: float, recovery: Recovery) -> str:
         return job.record.reason
     assert job.record.resolution is not None
     target = job.record.resolution.target_step
-    joining = {rank: _source(job, rank, recovery) for rank, process in job.holders().items() if not process.can_reach(target)}
+    joining = _sources(job, target, recovery)
     if any(source.replica_rank is None for source in joining.values()):
         _nobody_is_left(job, now, recovery)
         return job.record.reason
@@ -310,18 +310,19 @@ def _start_attempt(job: Job, now: float, recovery: Recovery) -> str:
     return f"installing epoch {job.record.epoch_limit}"
 
 
-def _source(job: Job, rank: int, recovery: Recovery) -> Source:
-    """Where a joiner takes its role's state from. Replicas are spread over the living members, outside the failed nodes if that
-    can be helped; the record of small state is its buddy's."""
-    assert job.record.resolution is not None
-    target = job.record.resolution.target_step
-    living = [other for other, process in job.holders().items() if process.can_reach(target)]
-    apart = [other for other in living if job.holders()[other].node not in recovery.failed_nodes] or living
-    buddy = job.buddy(rank)
-    return Source(
-        replica_rank=apart[rank % len(apart)] if apart else None,
-        record_rank=buddy if buddy != rank and buddy in living else None,
-    )
+def _sources(job: Job, target: int, recovery: Recovery) -> dict[int, Source]:
+    """Where each joiner takes its role's state from: tensors from living replicas, the record of small state from its buddy."""
+    living = {rank: process.node for rank, process in job.holders().items() if process.can_reach(target)}
+    joiners = job.holders().keys() - living.keys()
+    found = {}
+    for rank, replicas in sourcing.choose(joiners, living, recovery.failed_nodes, job.failed_attempts).items():
+        buddy = job.buddy(rank)
+        found[rank] = Source(
+            replica_rank=replicas[0] if replicas else None,
+            other_replicas=tuple(replicas[1:]),
+            record_rank=buddy if buddy != rank and buddy in living else None,
+        )
+    return found
 
 
 def _conclude(job: Job, now: float, recovery: Recovery) -> str:

@@ -53,6 +53,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     replica_rank: int | None
     #: The buddy that holds the lost rank's record of small state, or None if it was lost as well.
     record_rank: int | None
+    #: Further ones like `replica_rank`: the joiner draws parts from all of them (1.3).
+    other_replicas: tuple[int, ...] = ()
 
 
 class Install(msgspec.Struct, frozen=True, kw_only=True):

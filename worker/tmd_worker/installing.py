@@ -19,6 +19,7 @@ from tmd.protocol.handoff import HandoffReport
 from tmd.protocol.membership import Install, Member, Membership, Plan
 from tmd.protocol.rank import RecordOrigin
 from tmd_worker import faults
+from tmd_worker.drawing import Drawing
 from tmd_worker.fetching import Fetch, Fetches, hang_up
 from tmd_worker.handoff.agreement import Agreement, propose
 from tmd_worker.handoff.control import Control
@@ -28,7 +29,8 @@ from tmd_worker.records import RecordReply, RecordShelf
 from tmd_worker.runtime import Runtime
 from tmd_worker.serving import READY, STATE_TIMEOUT_S, WAITING
 from tmd_worker.state.errors import StateError, TransferBroken
-from tmd_worker.state.handoff import Received, memory_of, receive_record, receive_state
+from tmd_worker.state.handoff import memory_of, receive_record
+from tmd_worker.state.receiving import Origin, Received, Receiving
 from tmd_worker.state.tracked import Tracked
 from tmd_worker.threads import start_thread
 from tmd_worker.transport.dialing import CannotConnect, Unreached
@@ -145,38 +147,33 @@ class Installer:
     def _fetch_from_survivors(self, install: Install, rank: int, fetch: Fetch) -> None:
         core, epoch, step = self._runtime.core, install.membership.epoch, install.target_step
         faults.point("state.loading")
-        try:
-            fetch.take_over()
-            self._take_tracked_role(rank)
-            origin = self._load_from_survivors(install, rank, fetch)
-        except (StateError, OSError) as error:
-            self._report_no_state(epoch, rank, error)
-            return
-        faults.point("state.loaded")
-        self._keep_own_record(step)
-        self._runtime.tell(core.state_loaded, epoch, step, origin)
+        with closing(Drawing(FETCH_END_S)) as drawing:
+            try:
+                fetch.take_over()
+                self._take_tracked_role(rank)
+                origin = self._load_from_survivors(install, rank, fetch, drawing)
+            except (StateError, OSError) as error:
+                self._report_no_state(epoch, rank, error)
+                return
+            faults.point("state.loaded")
+            self._keep_own_record(step)
+            self._runtime.tell(core.state_loaded, epoch, step, origin)
 
-    def _load_from_survivors(self, install: Install, rank: int, fetch: Fetch) -> RecordOrigin:
+    def _load_from_survivors(self, install: Install, rank: int, fetch: Fetch, drawing: Drawing) -> RecordOrigin:
+        """Tensors from every replica that is named, small state from the buddy."""
         source, members = install.joining[rank], install.membership.members
-        step, epoch = install.target_step, install.membership.epoch
+        step = install.target_step
         if source.replica_rank is None:
             raise TransferBroken(f"nobody holds the state of rank {rank}")
-        fields = {"rank": rank, "step": step, "epoch": epoch}
-        replica = members[source.replica_rank]
-        with (
-            self._fabric.connect(replica, "state", fields, CONNECT_TIMEOUT_S) as sock,
-            fetch.using(functools.partial(hang_up, sock)),
-            closing(self._agree(sock, replica)) as agreement,
-            fetch.using(agreement.close),
-        ):
-            if not self._await_ready(sock, lambda: self._runtime.core.poisoned_epoch < epoch):
-                raise TransferBroken(f"rank {source.replica_rank} will not come to the boundary before step {step}")
-            with Control(sock, STATE_TIMEOUT_S, self._received) as control:
-                taken = receive_state(control, agreement, self._tracked, per_rank=False, received=self._received)
-        self._report(agreement, taken, replica, source.replica_rank)
-        manifest = taken.manifest
-        if manifest.step != step:
-            raise TransferBroken(f"rank {source.replica_rank} sent its state before step {manifest.step}, expected {step}")
+        fields = {"rank": rank, "step": step, "epoch": install.membership.epoch}
+        receiving = Receiving(self._tracked, per_rank=False, step=step, received=self._received)
+        with fetch.using(drawing.stop):
+            for replica in (source.replica_rank, *source.other_replicas):
+                origin = Origin(replica, members[replica].node)
+                draw = functools.partial(self._draw, receiving, origin, members[replica], fields)
+                drawing.start(origin, draw)
+            taken = drawing.result()
+        self._report(taken)
         record = tail = None
         if source.record_rank is not None:
             with (
@@ -185,7 +182,20 @@ class Installer:
                 Control(sock, STATE_TIMEOUT_S, self._received) as control,
             ):
                 record, tail = receive_record(control, step - 1)
-        return self._tracked.adopt_record(record, tail, manifest)
+        return self._tracked.adopt_record(record, tail, taken.manifest)
+
+    def _draw(self, receiving: Receiving, origin: Origin, replica: Member, fields: dict[str, int], fetch: Fetch) -> Received:
+        step, epoch = fields["step"], fields["epoch"]
+        with (
+            self._fabric.connect(replica, "state", fields, CONNECT_TIMEOUT_S) as sock,
+            fetch.using(functools.partial(hang_up, sock)),
+            closing(self._agree(sock, replica)) as agreement,
+            fetch.using(agreement.close),
+        ):
+            if not self._await_ready(sock, lambda: self._runtime.core.poisoned_epoch < epoch):
+                raise TransferBroken(f"rank {origin.rank} will not come to the boundary before step {step}")
+            with Control(sock, STATE_TIMEOUT_S, self._received) as control:
+                return receiving.draw(origin, control, agreement)
 
     def _report_no_state(self, epoch: int, rank: int, error: Exception) -> None:
         _log.warning("rank %s: epoch %s: no state: %s", rank, epoch, error)
@@ -235,9 +245,10 @@ class Installer:
                     raise TransferBroken(f"the leaver called plan {plan.plan_id} off before its flip")
                 faults.point("state.loading")
                 with Control(sock, STATE_TIMEOUT_S, self._received) as control:
-                    taken = receive_state(control, agreement, self._tracked, per_rank=True, received=self._received)
+                    receiving = Receiving(self._tracked, per_rank=True, received=self._received)
+                    taken = receiving.draw(Origin(rank, leaver.node), control, agreement)
                     record, tail = receive_record(control, taken.manifest.step - 1)
-        self._report(agreement, taken, leaver, rank)
+        self._report(taken)
         manifest = taken.manifest
         if record is not None:
             self._inherited.put(manifest.step - 1, record)
@@ -261,14 +272,15 @@ class Installer:
             mode = self._runtime.welcome.handoff.transport
             return propose(control, self._transports, mode, dial, memory, CONNECT_TIMEOUT_S)
 
-    def _report(self, agreement: Agreement, taken: Received, source: Member, rank: int) -> None:
+    def _report(self, taken: Received) -> None:
         """The next status tells how the state came."""
         report = HandoffReport(
-            transport=agreement.transport,
+            transport=taken.transport,
             why=taken.why,
-            source=f"rank {rank} on {source.node}",
+            source=", ".join(dict.fromkeys(f"rank {source.rank} on {source.node}" for source in taken.sources)),
             bytes_by_transport=taken.bytes_by_transport,
             parts_s=taken.parts_s,
+            sources=taken.sources,
         )
         with self._runtime.changed:
             self._runtime.core.handoff = report

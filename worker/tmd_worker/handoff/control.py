@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
@@ -27,13 +28,14 @@ _Message = TypeVar("_Message")
 
 class Control:
     """Borrows the socket while it is entered; its timeout is put back afterwards. `received` is told at the end how many bytes
-    have come, whether they were of use or not."""
+    have come, whether they were of use or not. Any thread may send, one at a time receives."""
 
     def __init__(self, sock: socket.socket, deadline_s: float, received: Callable[[int], None] = lambda _: None) -> None:
         self._sock = sock
         self.deadline_s = deadline_s
         self._received = received
         self._received_bytes = 0
+        self._sending = threading.Lock()
         self._timeout_before = sock.gettimeout()
 
     def __enter__(self) -> Control:
@@ -58,7 +60,8 @@ class Control:
         if len(body) > MAX_FRAME_BYTES:
             raise TransferBroken(f"{what} has {len(body)} bytes, {MAX_FRAME_BYTES} is the most that can be handed over")
         try:
-            self._sock.sendall(_HEADER.pack(_MAGIC, len(body)) + body + xxhash.xxh3_128_digest(body))
+            with self._sending:
+                self._sock.sendall(_HEADER.pack(_MAGIC, len(body)) + body + xxhash.xxh3_128_digest(body))
         except OSError as error:
             raise self._broken(what, "sending", error) from error
 

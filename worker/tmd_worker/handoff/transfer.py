@@ -21,24 +21,32 @@ by the time `read` raises, and another end, of the same or another source or tra
 Deadlines. `timeout_s` bounds every call but `read` as a whole, and in `read` every chunk from when it is asked for: one that is
 not there in time fails the end, whether the peer is dead, stopped or only too slow. Nothing waits for ever.
 
+Several sources. A joiner may have an end with each of some sources that hold the same bytes; each end reads its share of the
+chunks. An end that is late with its last ones is closed by another's thread, which then moves them.
+
 Digests are none of a transport's business: the source says over the control channel what each chunk should hold, and whoever
 owns the `Work` compares. Threads: `prepare`, `hello`, `connect`, `read` are called by one thread at a time; `Work` by any.
 """
 
 from __future__ import annotations
 
-import collections
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from tmd_worker.handoff.sharing import Sharing
+
 #: The most that is moved at once: small enough to share work and to repeat it, large enough not to cost.
 CHUNK_BYTES = 4 << 20
 #: The most pieces of a chunk: a state may have thousands of tiny entries.
 CHUNK_PIECES = 256
+#: How long a source that has nothing more to do waits for the last chunks of another before it moves them itself. A chunk takes
+#: milliseconds; this is long enough for a process that gets no processor for a while.
+PATIENCE_S = 2.0
 
 
 #: Opens one more authenticated connection to the source's process, with these fields for its `serve`, by this many seconds from
@@ -103,56 +111,90 @@ def split(sizes: Sequence[int]) -> list[Chunk]:
     return chunks
 
 
-class Work:
-    """The chunks of one handoff, shared by all threads, ends and sources that move them.
+class SharedChunks:
+    """The chunks of one handoff that several readers move, each with a `Work` of its own. See `sharing` for who gets which."""
 
-    Whoever has taken a chunk says `landed` or `give_back`, exactly once. `on_landed` is called in the thread that says it, before
-    the chunk counts: it takes as long as a digest of the chunk, and does not raise.
-    """
-
-    def __init__(self, chunks: Sequence[Chunk], on_landed: Callable[[Chunk], None] = lambda _: None) -> None:
+    def __init__(self, chunks: Sequence[Chunk], patience_s: float = PATIENCE_S) -> None:
+        self._chunks = {chunk.number: chunk for chunk in chunks}
         self._changed = threading.Condition()
-        self._waiting = collections.deque(chunks)
-        self._under_way = 0
-        self._on_landed = on_landed
-        self._stopped = False
+        self._sharing = Sharing([chunk.number for chunk in chunks], patience_s)
+        self._give_up: dict[int, Callable[[], None]] = {}
 
-    def take(self, *, wait: bool = True) -> Chunk | None:
-        """The next chunk. None: nothing is left to take, now (`wait` False) or ever (`wait` True: others have moved the rest)."""
+    def join(self, give_up: Callable[[], None]) -> int:
+        """The number of one more reader. `give_up` is called when others have waited for it in vain: it ends the reader's end."""
         with self._changed:
-            while True:
-                if self._waiting and not self._stopped:
-                    self._under_way += 1
-                    return self._waiting.popleft()
-                if not wait or self._stopped or not self._under_way:
+            reader = self._sharing.join()
+            self._give_up[reader] = give_up
+            return reader
+
+    def take(self, reader: int, *, wait: bool) -> Chunk | None:
+        """See Work."""
+        while True:
+            with self._changed:
+                chunk = self._sharing.take(reader, time.monotonic())
+                if chunk is not None:
+                    return self._chunks[chunk]
+                if not wait or self._sharing.over(reader):
                     return None
-                self._changed.wait()  # those that have chunks under way are bound by their own deadlines
+                late = self._sharing.overdue(reader, time.monotonic())
+                if not late:
+                    due_s = self._sharing.next_due_s(reader)
+                    # Those that hold chunks are bound by their own deadlines.
+                    self._changed.wait(None if due_s is None else max(due_s - time.monotonic(), 0.0))
+            for other in late:
+                self._give_up[other]()
 
-    def landed(self, chunk: Chunk) -> None:
-        """All of its bytes are in place."""
-        self._on_landed(chunk)
+    def landed(self, reader: int, chunk: Chunk) -> None:
         with self._changed:
-            self._under_way -= 1
+            self._sharing.landed(reader, chunk.number)
             self._changed.notify_all()
 
-    def give_back(self, chunk: Chunk) -> None:
-        """It did not come, or not whole: another has to move it."""
+    def give_back(self, reader: int, chunk: Chunk) -> None:
         with self._changed:
-            self._under_way -= 1
-            self._waiting.appendleft(chunk)
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Nothing more is given out; who waits is told."""
-        with self._changed:
-            self._stopped = True
+            self._sharing.give_back(reader, chunk.number)
             self._changed.notify_all()
 
     @property
     def missing(self) -> int:
         """How many chunks have not landed."""
         with self._changed:
-            return len(self._waiting) + self._under_way
+            return self._sharing.missing
+
+
+class Work:
+    """What one end has to do: the chunks that it alone moves, or its part of those that it shares. For all of its threads.
+
+    Whoever has taken a chunk says `landed` or `give_back`, exactly once. `on_landed` is called in the thread that says it, before
+    the chunk counts: it takes as long as a digest of the chunk, and does not raise. `give_up`: see SharedChunks.join.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk] | SharedChunks,
+        on_landed: Callable[[Chunk], None] = lambda _: None,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._shared = chunks if isinstance(chunks, SharedChunks) else SharedChunks(chunks)
+        self._reader = self._shared.join(give_up)
+        self._on_landed = on_landed
+
+    def take(self, *, wait: bool = True) -> Chunk | None:
+        """The next chunk. None: nothing is left to take, now (`wait` False) or ever (`wait` True: others have moved the rest)."""
+        return self._shared.take(self._reader, wait=wait)
+
+    def landed(self, chunk: Chunk) -> None:
+        """All of its bytes are in place."""
+        self._on_landed(chunk)
+        self._shared.landed(self._reader, chunk)
+
+    def give_back(self, chunk: Chunk) -> None:
+        """It did not come, or not whole: another has to move it."""
+        self._shared.give_back(self._reader, chunk)
+
+    @property
+    def missing(self) -> int:
+        """How many chunks have not landed, whoever moves them."""
+        return self._shared.missing
 
 
 class SourceEnd(Protocol):

@@ -7,7 +7,7 @@ Contract, in the order of a process's life:
   `snapshot_small`. If it is discarded: `keep_averages` before more of the user's code runs, `restore_small` after it and before
   anybody may be served.
 - a source of state: `full_state` at a boundary, the main thread standing still; see state.handoff.
-- a joiner: `set_role`, then state.handoff.receive_state, then, unless the state came from the leaver itself, `adopt_record`.
+- a joiner: `set_role`, then state.receiving, then, unless the state came from the leaver itself, `adopt_record`.
 
 Not thread-safe: one thread at a time, by the caller's order of things. What changes tensors runs under no_grad.
 """
