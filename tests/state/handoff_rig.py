@@ -57,39 +57,54 @@ def hand_over_told(
     deadline_s: float = DEADLINE_S,
 ) -> tuple[Received | BaseException, BaseException | None]:
     """As `hand_over`, with how the state came."""
-    manifest, tensors = change(*source.full_state(step=step, epoch=3))
-    tcp = Tcp()
-    agreed = Agreed(Transports([tcp]))
-    heard: list[BaseException | None] = [None]
     taken: Received | BaseException
     with Lines(damage) as lines:
-        theirs, ours = lines.line()
-
-        def send() -> None:
-            with theirs, contextlib.closing(agreed):
-                try:
-                    with Control(theirs, deadline_s) as control:
-                        agreed.agree(control, memory_of(tensors), deadline_s)
-                        lines.agreed.wait(DEADLINE_S)
-                        send_state(control, agreed, manifest, tensors)
-                except StateError as error:
-                    heard[0] = error
-
-        def dial(fields: dict[str, object], timeout_s: float) -> socket.socket:
-            served, dialed = lines.line()
-            lines.start(lambda: tcp.serve(served, fields))
-            return dialed
-
-        lines.start(send)
+        one = OneSource(lines, *change(*source.full_state(step=step, epoch=3)), deadline_s)
         try:
-            with ours, Control(ours, deadline_s) as control:
-                memory = memory_of(target.in_reach())
-                with contextlib.closing(propose(control, Transports([tcp]), "auto", dial, memory, deadline_s)) as agreement:
-                    lines.agreed.set()
-                    taken = Receiving(target, per_rank=per_rank).draw(Origin(0, "n0"), control, agreement)
+            taken = one.draw(Receiving(target, per_rank=per_rank), target, Origin(0, "n0"))
         except StateError as error:
             taken = error
-    return taken, heard[0]
+    return taken, one.heard
+
+
+class OneSource:
+    """A source at its end of some lines, and what a joiner does at the other one."""
+
+    def __init__(self, lines: Lines, manifest: Manifest, tensors: list[torch.Tensor], deadline_s: float) -> None:
+        self._lines = lines
+        self._manifest, self._tensors = manifest, tensors
+        self._deadline_s = deadline_s
+        self._tcp = Tcp()
+        self._agreed = Agreed(Transports([self._tcp]))
+        self._theirs, self._ours = lines.line()
+        #: What it ended with.
+        self.heard: BaseException | None = None
+        lines.start(self._send)
+
+    def _send(self) -> None:
+        with self._theirs, contextlib.closing(self._agreed):
+            try:
+                with Control(self._theirs, self._deadline_s) as control:
+                    self._agreed.agree(control, memory_of(self._tensors), self._deadline_s)
+                    self._lines.agreed.wait(DEADLINE_S)
+                    send_state(control, self._agreed, self._manifest, self._tensors)
+            except StateError as error:
+                self.heard = error
+
+    def _dial(self, fields: dict[str, object], timeout_s: float) -> socket.socket:
+        served, dialed = self._lines.line()
+        self._lines.start(lambda: self._tcp.serve(served, fields))
+        return dialed
+
+    def draw(self, receiving: Receiving, target: Tracked, origin: Origin) -> Received:
+        """Raises StateError."""
+        with self._ours, Control(self._ours, self._deadline_s) as control:
+            memory = memory_of(target.in_reach())
+            with contextlib.closing(
+                propose(control, Transports([Tcp()]), "auto", self._dial, memory, self._deadline_s)
+            ) as agreement:
+                self._lines.agreed.set()
+                return receiving.draw(origin, control, agreement)
 
 
 class Lines:

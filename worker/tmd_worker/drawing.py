@@ -53,9 +53,8 @@ class Drawing:
             failed.append((origin, end))
         if len(failed) == 1:
             raise failed[0][1]
-        raise TransferBroken(
-            "no source could hand the state over: " + "; ".join(f"{origin}: {error}" for origin, error in failed)
-        )
+        said = "; ".join(f"{origin}: {error}" for origin, error in failed)
+        raise TransferBroken(f"no source could hand the state over: {said}")
 
     def stop(self) -> None:
         """Closes what the threads use."""
