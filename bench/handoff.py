@@ -2,12 +2,14 @@
 
     python -m bench.handoff --transfer-mib 1024 --rounds 7 --size 5:4 --size 50:4 --size 200:2
 
-Two parts, written to OUT:
+Three parts, written to OUT:
 - "transfer": the same bytes between two processes over loopback TCP, in turn: "raw" (two connections, sendall and recv_into of
   all that is there), "tcp" (the handoff's transport, digests off) and "tcp_digest" (both ends compute digests). Ratios are those
   of raw's time over the contestant's of the same round; the figures are medians over the rounds.
-- "migrations": a job of so many million parameters and ranks, one node each, of which one is migrated; its downtime, phases, and
-  the parts of the joiner's handoff as they are stored with the migration.
+- "sources": a second source for one joiner, and four joiners at once; see handoff_sources.py.
+- "migrations": a job of so many million parameters and ranks, one node each, of which one is migrated; its downtime, what
+  the steps around it lost besides (the standby prepares beside them), phases, and the parts of the joiner's handoff as they are
+  stored with the migration.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 import click
 import numpy as np
 
+from bench import handoff_sources
 from tmd.demo.ending import end_as_on_ctrl_c
 from tmd.demo.stack import Stack
 from tmd_worker import offspring
@@ -64,16 +67,21 @@ class Size(click.ParamType):
 @click.command()
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("out/bench/handoff.json"), show_default=True)
 @click.option("--transfer-mib", type=click.IntRange(min=1), default=1024, show_default=True)
+@click.option("--sources-mib", type=click.IntRange(min=1), default=128, show_default=True, help="Of each source and joiner.")
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
 @click.option(
     "--size", "sizes", type=Size(), multiple=True, default=((5, 4), (50, 4), (200, 2)), help="May be given several times."
 )
-@click.option("--no-migrations", is_flag=True, help="The transfer alone.")
-def main(out: Path, transfer_mib: int, rounds: int, sizes: tuple[tuple[int, int], ...], no_migrations: bool) -> None:
+@click.option("--no-migrations", is_flag=True, help="The transfers alone.")
+def main(
+    out: Path, transfer_mib: int, sources_mib: int, rounds: int, sizes: tuple[tuple[int, int], ...], no_migrations: bool
+) -> None:
     """Times transfers against a raw copy, and full-copy migrations in parts."""
     end_as_on_ctrl_c()
     results: dict[str, Any] = {"cpus": os.cpu_count(), "load_before": round(os.getloadavg()[0], 1)}
     results["transfer"] = _transfer(transfer_mib * MIB, rounds)
+    _write(out, results)
+    results["sources"] = handoff_sources.measure(sources_mib * MIB, rounds)
     _write(out, results)
     results["migrations"] = []
     for parameters, ranks in () if no_migrations else sizes:
@@ -245,6 +253,7 @@ def _migration(folder: Path, millions: int, ranks: int) -> dict[str, Any]:
         "parts_ms": {part: round(seconds * 1e3, 2) for part, seconds in handoff["parts_s"].items()},
         "phases_ms": {phase: round(seconds * 1e3, 2) for phase, seconds in record["phases_s"].items()},
         "downtime_ms": round(record["downtime_s"] * 1e3, 1),
+        "besides_ms": round((record["lost_time_s"] - record["downtime_s"]) * 1e3, 1),
         "normal_step_ms": round(record["normal_step_s"] * 1e3, 1),
     }
 
@@ -261,7 +270,7 @@ def _measured(stack: Stack, migration_id: str) -> dict[str, Any] | None:
     record: dict[str, Any] = stack.client.get(f"/v1/migrations/{migration_id}")["record"]
     if record["state"] in ("aborted", "failed"):
         raise click.ClickException(f"{migration_id} is {record['state']}: {record['reason']}")
-    return record if record["handoffs"] and record["downtime_s"] is not None else None
+    return record if record["handoffs"] and record["lost_time_s"] is not None else None
 
 
 def _until(answer: Callable[[], Any], what: str) -> Any:

@@ -8,17 +8,22 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from bench.handoff import CONTESTANTS, main
+from bench.handoff_sources import CONDITIONS
 
 
-def test_the_transfer_is_written_with_every_contestant(tmp_path: Path) -> None:
+def test_the_transfers_are_written_with_every_contestant(tmp_path: Path) -> None:
     out = tmp_path / "handoff.json"
-    options = ["--out", str(out), "--transfer-mib", "9", "--rounds", "2", "--no-migrations"]
+    options = ["--out", str(out), "--transfer-mib", "9", "--sources-mib", "33", "--rounds", "2", "--no-migrations"]
     result = CliRunner().invoke(main, options, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    transfer = json.loads(out.read_text())["transfer"]
+    written = json.loads(out.read_text())
+    transfer, sources = written["transfer"], written["sources"]
     assert (transfer["bytes"], transfer["rounds"]) == (9 << 20, 2)
     assert all(transfer[f"{who}_mib_s"] > 0 for who in CONTESTANTS)
     assert all(transfer[f"{who}_ratio"] > 0 for who in CONTESTANTS[1:])
+    assert (sources["bytes"], sources["rounds"]) == (33 << 20, 2)
+    assert all(sources[condition][f"{who}_ratio"] > 0 for condition in CONDITIONS for who in ("two", "four"))
+    assert sources["paced"]["one_mib_s"] <= sources["pace_mib_s"] * 1.1
 
 
 def test_a_size_that_makes_no_sense_is_refused() -> None:

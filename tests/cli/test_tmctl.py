@@ -29,6 +29,7 @@ from tests.cli.fake_daemon import (
 from tmd.cli.main import main
 from tmd.core.views import JobView
 from tmd.daemon.main import main as tmd
+from tmd.protocol.handoff import HandoffReport, HandoffSource
 
 LOCAL_JOB = {
     "job_id": "local-1",
@@ -229,6 +230,22 @@ def test_wait_shows_the_phases_as_they_pass(daemon: FakeDaemon, tmctl: Tmctl, mo
     assert json.loads(result.stdout) == plain(migration_view(**DONE))
     told = [line.split()[0] for line in result.stderr.splitlines()]
     assert told == ["m1", "detect", "select", "m1", "prepare", "install", "copy", "first_step"]
+
+
+def test_the_bytes_of_a_handoff_are_shown_by_source_if_there_were_several(daemon: FakeDaemon, tmctl: Tmctl) -> None:
+    """Records of before know none."""
+    sources = tuple(HandoffSource(rank=rank, node=f"n{rank}", transport="tcp", size_bytes=10 + rank) for rank in (2, 3))
+    report = HandoffReport(
+        transport="tcp", why="", source="rank 2 on n2, rank 3 on n3", bytes_by_transport={"tcp": 25}, sources=sources
+    )
+    answer = plain(migration_view(**DONE, handoffs={1: report}))
+    daemon.answers["GET /v1/migrations/m1"] = answer
+    output = fine(tmctl("migration", "show", "m1"))
+    assert "tcp, from rank 2 on n2, rank 3 on n3" in output
+    assert "12 by tcp from rank 2, 13 by tcp from rank 3" in output
+    del answer["record"]["handoffs"]["1"]["sources"]
+    assert "25 by tcp" in fine(tmctl("migration", "show", "m1"))
+    assert msgspec.convert(answer["record"]["handoffs"]["1"], HandoffReport).sources == ()
 
 
 def test_wait_fails_if_the_migration_does(daemon: FakeDaemon, tmctl: Tmctl) -> None:

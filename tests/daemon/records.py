@@ -6,7 +6,7 @@ from typing import Any
 
 from tmd.core.instructions import Persist
 from tmd.core.records import EventRecord, JobRecord, MigrationRecord, NodeRecord, RankRecord
-from tmd.protocol.handoff import HandoffReport
+from tmd.protocol.handoff import HandoffReport, HandoffSource
 from tmd.protocol.membership import Member, Membership, Plan, Resolution
 
 
@@ -109,6 +109,7 @@ def migration(**changes: Any) -> MigrationRecord:
                 source="rank 1 on n1",
                 bytes_by_transport={"tcp": 5},
                 parts_s={"bytes": 0.5},
+                sources=(HandoffSource(rank=1, node="n1", transport="tcp", size_bytes=5),),
             )
         },
         "started_s": 5.5,

@@ -206,6 +206,9 @@ def show_migration(view: dict[str, Any]) -> None:
 
 def _handoff(rank: str, handoff: dict[str, Any]) -> list[tuple[str, object]]:
     moved = ", ".join(f"{count} by {transport}" for transport, count in handoff["bytes_by_transport"].items())
+    each = handoff.get("sources") or []
+    if len(each) > 1:
+        moved = ", ".join(f"{one['size_bytes']} by {one['transport']} from rank {one['rank']}" for one in each)
     parts = ", ".join(f"{part} {ms(seconds)}" for part, seconds in handoff["parts_s"].items())
     return [
         (f"rank {rank}: state by", f"{handoff['transport']}, from {handoff['source']}"),
