@@ -112,6 +112,32 @@ DONE: dict[str, Any] = {
     "normal_step_s": 0.15,
 }
 
+COST: dict[str, Any] = {
+    "pause_s": 0.0612,
+    "slowdown_s": 0.4488,
+    "lost_time_s": 0.51,
+    "lost_rank_s": 2.04,
+    "steps_redone": 1,
+    "bytes_by_transport": {"tcp": 4096},
+    "bytes_by_source": {"rank 1 on n2": 4096},
+}
+UNKNOWN_COST: dict[str, Any] = {
+    **dict.fromkeys(("pause_s", "slowdown_s", "lost_time_s", "lost_rank_s")),
+    "steps_redone": 0,
+    "bytes_by_transport": {},
+    "bytes_by_source": {},
+}
+JOB_COST: dict[str, Any] = {
+    "job_id": "local-1",
+    "world_size": 4,
+    "migrations": [
+        {"migration_id": "m1", "kind": "planned", "state": "done", "started_s": 1.0, "cost": COST},
+        {"migration_id": "m2", "kind": "planned", "state": "aborted", "started_s": 2.0, "cost": UNKNOWN_COST},
+    ],
+    "total": COST,
+    "unmeasured": 1,
+}
+
 RANK = rank_view("local-1.2", "n2", rank=1, phase="running", pid=4711)
 STANDBY = rank_view("local-1.5", "n5", rank=None, phase="ready", pid=4712)
 NODE = NodeRecord(node="n2", job_id="local-1", state="draining", use="training", labels={"rack": "r1"}, reason="fan")

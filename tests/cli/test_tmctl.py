@@ -18,6 +18,7 @@ from tests.cli.conftest import Tmctl
 from tests.cli.fake_daemon import (
     DONE,
     JOB,
+    JOB_COST,
     NODES,
     STANDBY,
     STATUS,
@@ -67,6 +68,18 @@ LOOKS: list[tuple[list[str], str, Any, list[str]]] = [
         "GET /v1/jobs/local-1",
         plain(JOB),
         ["  train.py --steps 60", "4 nodes with 1 rank each, 4 ranks in all", "local-1.2", "4711", "in step 41", "fan"],
+    ),
+    (
+        ["job", "cost", "local-1"],
+        "GET /v1/jobs/local-1/cost",
+        JOB_COST,
+        ["pause (ms)", "61.2", "449", "in all", "rank 1 on n2: 4096", "the costs of 1 migration are not known"],
+    ),
+    (
+        ["job", "cost", "local-1"],
+        "GET /v1/jobs/local-1/cost",
+        {**JOB_COST, "migrations": [], "unmeasured": 0},
+        ["no migrations: nothing was lost"],
     ),
     (["nodes"], "GET /v1/nodes", NODES, ["ALLOCATED+DRAIN", "rack=r1 zone=z1", "rank 1 moves to n5", "IDLE"]),
     (["standby"], "GET /v1/standbys", {"standbys": [plain(STANDBY)]}, ["local-1.5", "ready", "n5"]),

@@ -44,7 +44,12 @@ async def app(tmp_path: Path) -> AsyncIterator[Application]:
         yield running
 
 
-SEEING = [("GET", "/v1/jobs/{job}"), ("GET", "/v1/migrations/m-{job}"), ("GET", "/v1/migrations?job={job}")]
+SEEING = [
+    ("GET", "/v1/jobs/{job}"),
+    ("GET", "/v1/jobs/{job}/cost"),
+    ("GET", "/v1/migrations/m-{job}"),
+    ("GET", "/v1/migrations?job={job}"),
+]
 ACTING: list[tuple[str, str, Any]] = [
     ("POST", "/v1/jobs/{job}/cancel", {}),
     ("POST", "/v1/migrations/m-{job}/abort", {}),

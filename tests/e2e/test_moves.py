@@ -166,5 +166,12 @@ def test_the_moved_job_ends_as_if_nothing_had_happened(cluster: Cluster, job: Jo
     job.wait_gone()
     assert_unharmed(job, reference)
     assert len(job.results()) == len(reference.results())
+    cost = cluster.ask("job", "cost", job.id)
+    assert (len(cost["migrations"]), cost["unmeasured"], cost["total"]["steps_redone"]) == (4, 0, 0)
+    moved = sum(record["bytes_moved"] for record in job.migrations())
+    tensors = cost["total"]["bytes_by_transport"]["tcp"]
+    assert 0 < tensors < moved, "the manifest and the small state go beside the tensors"
+    assert sum(cost["total"]["bytes_by_source"].values()) == tensors
+    assert "in all" in cluster.tmctl("job", "cost", job.id).output
     assert {agent["exit_code"] for agent in job.agents()} <= {0, -9}, "n2 and n4 lost power once, all others ended well"
     assert f"job {job.id} has ended (done" in cluster.refusal("migrate", job.id, "--rank", "0")

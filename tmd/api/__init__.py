@@ -12,6 +12,7 @@ Times are seconds since the Unix epoch. The views are those of `tmd.core.views`,
     GET  /v1/status                       Status (below)
     GET  /v1/jobs[?limit=50]              {"jobs": [JobView]}: live jobs, then those that ended, newest first
     GET  /v1/jobs/ID                      JobView
+    GET  /v1/jobs/ID/cost                 JobCost of tmd.core.costs: what its migrations cost it
     GET  /v1/nodes                        {"nodes": [Node], "manager_error": ""}
     GET  /v1/standbys                     {"standbys": [RankView]}
     GET  /v1/migrations[?job=ID][&limit=100]  {"migrations": [MigrationView]}, newest first

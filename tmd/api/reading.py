@@ -13,6 +13,7 @@ from aiohttp import web
 import tmd
 from tmd.api.context import CONTEXT, ApiError, Caller, Context, answer, query_number
 from tmd.api.now import under_way
+from tmd.core.costs import job_cost
 from tmd.core.records import JobRecord
 from tmd.core.views import JobView, MigrationView
 from tmd.ledger.reading import MIGRATION_ENDED
@@ -22,6 +23,8 @@ from tmd.protocol.codec import PROTOCOL
 routes = web.RouteTableDef()
 
 WAIT_LIMIT_S = 60.0
+#: No job has more migrations than this that anybody would add up.
+_MIGRATIONS_OF_A_JOB = 100_000
 #: A long poll looks again at least this often, for what changes without a write.
 _LOOK_AGAIN_S = 1.0
 
@@ -86,6 +89,16 @@ async def show_job(request: web.Request) -> web.Response:
     return answer(job_json(await find_job(context, context.caller(request), request.match_info["job"])))
 
 
+@routes.get("/v1/jobs/{job}/cost")
+async def show_job_cost(request: web.Request) -> web.Response:
+    """What its migrations cost it: see tmd.core.costs."""
+    context = request.app[CONTEXT]
+    view = await find_job(context, context.caller(request), request.match_info["job"])
+    job_id = view.record.job_id
+    migrations = await _migrations(context, job_id, _MIGRATIONS_OF_A_JOB)
+    return answer(job_cost(job_id, view.record.world_size, [each.record for each in migrations]))
+
+
 @routes.get("/v1/nodes")
 async def list_nodes(request: web.Request) -> web.Response:
     """Every node of the resource manager and of any job. If the manager does not answer, `manager_error` says why and states are
@@ -125,13 +138,9 @@ async def list_migrations(request: web.Request) -> web.Response:
     limit = int(query_number(request, "limit", 100, 1000))
     if job_id is not None:
         await find_job(context, caller, job_id)
-    recorded = await context.ledger.migrations(job_id=job_id, limit=limit)
-    views = {record.migration_id: MigrationView(record=record) for record in recorded}
-    for view in context.core.migrations():
-        if job_id in (None, view.record.job_id):
-            views[view.record.migration_id] = view
-    owners = {view.record.job_id: await job_record(context, view.record.job_id) for view in views.values()}
-    visible = [view for view in views.values() if caller.may_see(owners[view.record.job_id])]
+    views = await _migrations(context, job_id, limit)
+    owners = {view.record.job_id: await job_record(context, view.record.job_id) for view in views}
+    visible = [view for view in views if caller.may_see(owners[view.record.job_id])]
     visible.sort(key=lambda view: view.record.started_s, reverse=True)
     return answer({"migrations": visible[:limit]})
 
@@ -206,6 +215,16 @@ async def _written_job(context: Context, job_id: str) -> JobView | None:
 async def _written_migration(context: Context, migration_id: str) -> MigrationView | None:
     record = await context.ledger.migration(migration_id)
     return _live_migration(context, migration_id) or (MigrationView(record=record) if record is not None else None)
+
+
+async def _migrations(context: Context, job_id: str | None, limit: int) -> list[MigrationView]:
+    """The live ones, and the newest `limit` of the ledger's; of this job or of all."""
+    recorded = await context.ledger.migrations(job_id=job_id, limit=limit)
+    views = {record.migration_id: MigrationView(record=record) for record in recorded}
+    for view in context.core.migrations():
+        if job_id in (None, view.record.job_id):
+            views[view.record.migration_id] = view
+    return list(views.values())
 
 
 def _live_migration(context: Context, migration_id: str) -> MigrationView | None:

@@ -14,12 +14,12 @@ from tmd.cli.client import Client
 from tmd.cli.config import config
 from tmd.cli.doctor import doctor
 from tmd.cli.health import health
+from tmd.cli.job import job
 from tmd.cli.ledger import ledger
 from tmd.cli.local import local
 from tmd.cli.migrate import migrate, migration, migrations
 from tmd.cli.remote import BadAddress, client_for
 from tmd.cli.shell import Tmctl, WholeNumber, command
-from tmd.cli.watch import perhaps_starting
 from tmd.config import default_socket
 
 
@@ -47,6 +47,7 @@ def main(context: click.Context, socket: Path | None, daemon: str | None, munge_
       tmctl drain n3 --reason "fan 2 is slow"     empty a node: its ranks move to a standby
       tmctl migrate local-1 --rank 3 --wait       move one rank and watch it go
       tmctl story m1                              what led to a migration, and how it went
+      tmctl job cost local-1                      what its replacements cost it, in all
       tmctl doctor                                whether everything is installed as it should be
       tmctl local run --nodes 4 --standby 2 -- train.py --steps 100
       tmctl --daemon http://head:7070 jobs        from a login node with munge
@@ -85,58 +86,6 @@ def jobs(tmctl: Tmctl) -> None:
       tmctl jobs
     """
     tmctl.answer(tmctl.get("/v1/jobs"), lambda answer: views.show_jobs(answer["jobs"]))
-
-
-@main.group()
-def job() -> None:
-    """One job: show it, cancel it, get the token for its agents."""
-
-
-@job.command("show")
-@click.argument("job_id", metavar="JOB")
-@command
-def job_show(tmctl: Tmctl, job_id: str) -> None:
-    """Ranks, standbys, nodes and migrations of one job.
-
-    \b
-    Example:
-      tmctl job show local-1
-    """
-    with perhaps_starting(tmctl, job_id):
-        view = tmctl.get(f"/v1/jobs/{quote(job_id, safe='')}")
-    tmctl.answer(view, views.show_job)
-
-
-@job.command("cancel")
-@click.argument("job_id", metavar="JOB")
-@command
-def job_cancel(tmctl: Tmctl, job_id: str) -> None:
-    """End a job: its agents end their ranks. Nothing of it is saved.
-
-    \b
-    Example:
-      tmctl job cancel local-1
-    """
-    with perhaps_starting(tmctl, job_id):
-        answer = tmctl.post(f"/v1/jobs/{quote(job_id, safe='')}/cancel")
-    state, reason = answer["record"]["state"], answer["record"]["reason"]
-    said = f"has ended: {reason}" if state in views.JOB_ENDED else f"is {state} and will end"
-    tmctl.answer(answer, lambda _: click.echo(f"job {job_id} {said}"))
-
-
-@job.command("token")
-@click.argument("job_id", metavar="JOB")
-@command
-def job_token(tmctl: Tmctl, job_id: str) -> None:
-    """Print the token by which agents on other machines prove whose job this is. Keep it in a file only its owner can read.
-
-    \b
-    Example:
-      (umask 077; tmctl job token job7 > token)
-      tmd-run --daemon http://head:7070 --token-file token --job-id job7 --nnodes 2 train.py
-    """
-    answer = tmctl.post(f"/v1/jobs/{quote(job_id, safe='')}/token")
-    tmctl.answer(answer, lambda token: click.echo(token["token"]))
 
 
 @main.command()
@@ -232,7 +181,7 @@ def unpause(tmctl: Tmctl) -> None:
     tmctl.answer(tmctl.post("/v1/unpause"), lambda _: click.echo("active: planned migrations begin again"))
 
 
-for each in (migrate, migration, migrations, health, doctor, local, ledger, config):
+for each in (job, migrate, migration, migrations, health, doctor, local, ledger, config):
     main.add_command(each)
 
 

@@ -218,6 +218,25 @@ def _handoff(rank: str, handoff: dict[str, Any]) -> list[tuple[str, object]]:
     ]
 
 
+def show_job_cost(answer: dict[str, Any]) -> None:
+    rows: list[tuple[object, ...]] = []
+    for one in answer["migrations"]:
+        rows.append((one["migration_id"], one["kind"], one["state"], *_cost(one["cost"])))
+    if rows:
+        rows.append(("in all", None, None, *_cost(answer["total"])))
+    headers = ("migration", "kind", "state", "pause (ms)", "slowdown (ms)", "lost time (ms)", "lost time of all ranks (s)")
+    moved = ("steps redone", "by transport (bytes)", "by source (bytes)")
+    show(Listing((*headers, *moved), rows, empty="no migrations: nothing was lost"))
+    if answer["unmeasured"]:
+        click.echo(f"the costs of {count(answer['unmeasured'], 'migration')} are not known (yet) and not part of the sum")
+
+
+def _cost(cost: dict[str, Any]) -> tuple[object, ...]:
+    moved = [[f"{name}: {number}" for name, number in cost[kind].items()] for kind in ("bytes_by_transport", "bytes_by_source")]
+    times = (ms(cost["pause_s"]), ms(cost["slowdown_s"]), ms(cost["lost_time_s"]), cost["lost_rank_s"], cost["steps_redone"])
+    return (*times, *moved)
+
+
 def show_story(answer: dict[str, Any]) -> None:
     """A timeline in which what was caused stands to the right of its cause; a cause that is not the line above is named. It
     counts from the first event about what was asked for; what led to that was before."""
