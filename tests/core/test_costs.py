@@ -6,10 +6,20 @@ import pytest
 
 from tests.daemon.records import migration
 from tmd.core.costs import Cost, job_cost
-from tmd.protocol.handoff import HandoffReport
+from tmd.protocol.handoff import HandoffReport, HandoffSource
 
 RANK_1 = HandoffReport(transport="tcp", why="", source="rank 1 on n1", bytes_by_transport={"tcp": 100})
-RANK_2 = HandoffReport(transport="rdma", why="", source="rank 0 on n0", bytes_by_transport={"rdma": 70, "tcp": 30})
+RANK_2 = HandoffReport(
+    transport="rdma",
+    why="",
+    source="rank 0 on n0, rank 3 on n3",
+    bytes_by_transport={"rdma": 70, "tcp": 30},
+    sources=(
+        HandoffSource(rank=0, node="n0", transport="rdma", size_bytes=40),
+        HandoffSource(rank=0, node="n0", transport="tcp", size_bytes=30),
+        HandoffSource(rank=3, node="n3", transport="rdma", size_bytes=30),
+    ),
+)
 
 
 def test_each_migration_and_all_of_them() -> None:
@@ -38,7 +48,7 @@ def test_each_migration_and_all_of_them() -> None:
         lost_rank_s=6.0,
         steps_redone=2,
         bytes_by_transport={"tcp": 230, "rdma": 70},
-        bytes_by_source={"rank 1 on n1": 200, "rank 0 on n0": 100},
+        bytes_by_source={"rank 1 on n1": 200, "rank 0 on n0": 70, "rank 3 on n3": 30},
     )
     assert cost.unmeasured == 0
 

@@ -65,7 +65,10 @@ def _of_migration(record: MigrationRecord, world_size: int) -> MigrationCost:
     by_source: Counter[str] = Counter()
     for handoff in (record.handoffs or {}).values():
         by_transport.update(handoff.bytes_by_transport)
-        by_source[handoff.source] += sum(handoff.bytes_by_transport.values())
+        for source in handoff.sources:
+            by_source[f"rank {source.rank} on {source.node}"] += source.size_bytes
+        if not handoff.sources:
+            by_source[handoff.source] += sum(handoff.bytes_by_transport.values())
     cost = Cost(
         pause_s=pause_s,
         slowdown_s=lost_s - pause_s if lost_s is not None and pause_s is not None else None,
