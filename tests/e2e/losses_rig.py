@@ -15,6 +15,8 @@ from tests.e2e.cluster import PACE_MS, WORLD_SIZE, Cluster, Job, assert_unharmed
 STEPS = 1500
 #: So many steps before its end a long job is too short for another test.
 MARGIN = 250
+#: For all of its steps, on a machine that does other things as well.
+FINISH_S = 400.0
 POLL_S = 0.1
 #: A step lasts at least this long while replacements start, so that one job lasts for many tests.
 IDLE_PACE_MS = 400
@@ -77,7 +79,7 @@ class LongJob:
         """Lets it run to its end, as fast as it can."""
         assert self.job is not None
         self.job.set_pace(0)
-        self.job.wait_state("done")
+        self.job.wait_state("done", within_s=FINISH_S)
         self.job.wait_gone()
 
     def kill(self, pid: int, *, rank: int) -> None:
