@@ -36,7 +36,7 @@ def main(session: Session) -> None:
     args = parse()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    model: nn.Module = GPT(Shape(context=args.seq_len))
+    model: nn.Module = GPT(Shape(width=args.width, layers=args.layers, context=args.seq_len))
     if session.world_size > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
@@ -79,6 +79,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=2, help="windows of text in a batch, for each rank")
     parser.add_argument("--seq-len", type=int, default=64, help="bytes in a window")
+    parser.add_argument("--width", type=int, default=Shape.width, help="numbers that stand for a byte, a multiple of 8")
+    parser.add_argument("--layers", type=int, default=Shape.layers, help="transformer blocks")
     parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="folder for losses and digests; default: none are written")

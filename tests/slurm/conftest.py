@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
@@ -14,6 +15,8 @@ from tests.e2e.cluster import ROOT
 from tests.slurm import plugins
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.files import Options, installed_release
+from tests.slurm.head import Head, opened_head
+from tests.slurm.pool import RESERVATION, enrol, unreserve
 from tests.slurm.report import Report
 from tests.slurm.stack import STEPS, SlurmJob, SlurmStack
 
@@ -148,6 +151,19 @@ def stack(job_stack: SlurmStack, reference: SlurmJob) -> SlurmStack:
     """tmd and Slurm as they were in the beginning: no job, no drain, everything runs."""
     job_stack.settle()
     return job_stack
+
+
+@pytest.fixture
+def pool(stack: SlurmStack, job_cluster: SlurmCluster) -> Iterator[Callable[..., Head]]:
+    """Starts a daemon that knows of the reservation, with further keys of [slurm]. It is neither root nor Slurm's user, and
+    nothing is ended or given back but by its own rights or those of the jobs' user."""
+    enrol(job_cluster)
+    with contextlib.ExitStack() as opened:
+        yield lambda **slurm: opened.enter_context(opened_head(job_cluster, standby_reservation=RESERVATION, **slurm))
+    running = job_cluster.run("squeue", "-h", "-o", "%i").stdout.split()
+    if running:
+        job_cluster.run("scancel", *running, check=False)
+    unreserve(job_cluster)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -24,15 +24,16 @@ from tmd_worker.native import building
 
 
 @contextlib.contextmanager
-def opened_head(slurm: SlurmCluster) -> Iterator[Head]:
-    """Whatever is started meanwhile has what it needs in its environment."""
-    slurm.run("sacctmgr", "-i", "add", "account", "staff")
-    slurm.run("sacctmgr", "-i", "add", "user", DAEMON, "account=staff", "adminlevel=Admin")
+def opened_head(slurm: SlurmCluster, **settings: str) -> Iterator[Head]:
+    """Whatever is started meanwhile has what it needs in its environment. `settings`: keys of [slurm] for this daemon."""
+    # Another one may have been here before, to whom that was no news either.
+    slurm.run("sacctmgr", "-i", "add", "account", "staff", check=False)
+    slurm.run("sacctmgr", "-i", "add", "user", DAEMON, "account=staff", "adminlevel=Admin", check=False)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="tmd-slurm-daemon-") as name:
         patch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "worker"), sysconfig.get_path("purelib"))))
         patch.setenv("OMP_NUM_THREADS", "1")
         shutil.chown(name, DAEMON)
-        with Head(slurm, Path(name), _python_for_all(slurm)) as head:
+        with Head(slurm, Path(name), _python_for_all(slurm), settings) as head:
             _lend_library(slurm)
             yield head
 
@@ -63,14 +64,15 @@ def _python_for_all(slurm: SlurmCluster) -> Path:
 class Head(SlurmStack):
     """The daemon as its own user; jobs and tmctl come over TCP."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path, python: Path) -> None:
+    def __init__(self, slurm: SlurmCluster, folder: Path, python: Path, of_slurm: Mapping[str, str]) -> None:
         self.python = python
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{probe.getsockname()[1]}"
         self.munge = {"TMD_MUNGE_SOCKET": str(slurm.places.munge_socket)}
         listens = {"TMD_LISTEN": self.address, "TMD_TCP_AUTH": "munge", "TMD_SLURM_HINT_SOCKET": str(folder / "hints.sock")}
-        daemon = Daemon(slurm, folder, user=DAEMON, settings=listens | self.munge, python=python)
+        settings = listens | self.munge | {f"TMD_SLURM_{name.upper()}": value for name, value in of_slurm.items()}
+        daemon = Daemon(slurm, folder, user=DAEMON, settings=settings, python=python)
         of_jobs = {"TMD_DAEMON_USER": DAEMON, "XDG_CACHE_HOME": str(slurm.places.shared / "cache")}
         super().__init__(slurm, folder, daemon=daemon, settings=self.munge | of_jobs, python=python)
 

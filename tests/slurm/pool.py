@@ -1,24 +1,20 @@
-"""A pool of standby nodes on a test cluster: its reservation, a daemon that takes nodes from it, and jobs of an ordinary user."""
+"""A pool of standby nodes on a test cluster: its reservation, and jobs of an ordinary user that may take nodes from it."""
 
 from __future__ import annotations
 
-import os
-import sys
-import sysconfig
-from pathlib import Path
-
-from tests.e2e.cluster import ROOT, TRAIN, WORLD_SIZE, until
+from tests.e2e.cluster import until
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.stack import IDLE_PACE_MS, NUMBERS, Daemon, SlurmJob, SlurmStack
-from tests.slurm.users import ALICE, user
+from tests.slurm.head import Head
+from tests.slurm.stack import IDLE_PACE_MS, SlurmJob
+from tests.slurm.users import ALICE
 
 RESERVATION = "standby"
+#: Of the cluster for jobs under tmd.
+POOL = ("n9", "n10")
 #: Fewer than the reference has, but enough for two moves.
 STEPS = 200
 #: Alice's account.
 ACCOUNT = "lab"
-#: A copy of this interpreter that alice can run: this one may lie in root's home.
-SYSTEM_PYTHON = Path(f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}")
 
 
 def enrol(slurm: SlurmCluster) -> None:
@@ -53,55 +49,15 @@ def members(slurm: SlurmCluster) -> dict[str, str]:
     return {line.split()[0]: line.partition(" ")[2].strip() for line in text.splitlines()}
 
 
-class OpenDaemon(Daemon):
-    """Its socket is alice's, too, as it is of the users' group where users share a machine with the daemon."""
-
-    def start(self) -> None:
-        super().start()
-        self.socket.parent.chmod(0o755)
-        os.chown(self.socket, -1, user(ALICE).gid)
+def training(head: Head, asked: str) -> SlurmJob:
+    """A job of alice's with `--standby=asked` whose ranks train, slowly enough for standbys to start meanwhile."""
+    job = head.sbatch(standby=asked, steps=STEPS, pace_ms=IDLE_PACE_MS, user=ALICE)
+    until(lambda: any(job.rows()), f"job {job.id} trains: {job.logs()}", every_s=0.1)
+    return job
 
 
-class PoolStack(SlurmStack):
-    """Use as a context manager. All jobs are alice's."""
-
-    def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
-        super().__init__(slurm, folder, daemon=OpenDaemon(slurm, folder / "tmd"), python=_python_for_alice(slurm))
-
-    def training(self, asked: str) -> SlurmJob:
-        """A job with `--standby=asked` whose ranks train, slowly enough for standbys to start meanwhile."""
-        out = self.slurm.places.shared / f"alice{next(NUMBERS)}"
-        out.mkdir()
-        out.chmod(0o777)
-        job = SlurmJob(self, out)
-        job.steps = STEPS
-        job.set_pace(IDLE_PACE_MS)
-        script = f"srun {self._python} -m tmd_worker.agent {TRAIN} --out {out} --steps {STEPS}"
-        job.id = self.slurm.sbatch(
-            script,
-            *(f"--nodes={WORLD_SIZE}", "--ntasks-per-node=1", f"--standby={asked}", f"--output={out}/output", f"--chdir={out}"),
-            user=ALICE,
-            env={
-                "TMD_DAEMON": f"unix:{self.stack.socket}",
-                "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "worker"), sysconfig.get_path("purelib"))),
-                **job.faults.environment(),
-            },
-        )
-        until(lambda: any(job.rows()), f"job {job.id} trains: {job.logs()}", every_s=0.1)
-        return job
-
-    def returned(self, *nodes: str) -> None:
-        """These nodes of the pool are free again, and nobody holds any job in it."""
-        self.slurm.wait_for(lambda: not members(self.slurm), "every job in the reservation to end")
-        for node in nodes:
-            self.slurm.wait_state(node, "IDLE+RESERVED")
-
-
-def _python_for_alice(slurm: SlurmCluster) -> Path:
-    for python in (Path(sys.executable), SYSTEM_PYTHON):
-        try:
-            slurm.run(str(python), "-c", "", user=ALICE)
-        except PermissionError:
-            continue
-        return python
-    raise AssertionError(f"{ALICE} can run neither {sys.executable} nor {SYSTEM_PYTHON}")
+def returned(slurm: SlurmCluster, *nodes: str) -> None:
+    """These nodes of the pool are free again, and nobody holds any job in it."""
+    slurm.wait_for(lambda: not members(slurm), "every job in the reservation to end")
+    for node in nodes:
+        slurm.wait_state(node, "IDLE+RESERVED")

@@ -14,8 +14,8 @@ REPORT = ROOT / "out" / "slurm" / "report.json"
 
 #: What a whole run of tests/slurm has to show; it may show more.
 SCENARIOS = (
-    "drain of a node",
-    "kill of slurmd, stepd and rank of a node",
+    "demo job: drain of a node",
+    "demo job: kill of slurmd, stepd and rank of another node, after a refill from the pool",
     "three moves in a row",
     "two jobs at once",
     "drain of a standby",
@@ -23,7 +23,6 @@ SCENARIOS = (
     "drain of the batch host",
     "move into the pool by expansion",
     "move into the pool by a companion job, which is cancelled then",
-    "drain after a refill from the pool",
     "drain taken back before the flip",
     "slurmctld restarted in the middle of a move",
     "slurmdbd down",

@@ -160,17 +160,18 @@ class SlurmStack(Cluster):
         self,
         *,
         nodes: int = WORLD_SIZE,
-        standby: int = 0,
+        standby: int | str = 0,
         steps: int,
         pace_ms: float = PACE_MS,
         options: tuple[str, ...] = (),
         user: str | None = None,
         srun: str = "srun",
+        training: tuple[str, ...] = (str(TRAIN),),
     ) -> SlurmJob:
-        """A job of `nodes` ranks that train and `standby` nodes more. Returns once the daemon knows it. `srun`: how the script
-        calls it."""
+        """A job of `nodes` ranks that train and `standby` nodes more, or as many as that of the pool. Returns once the daemon
+        knows it. `srun`: how the script calls it. `training`: another program than these tests' own, and its arguments."""
         job = self.prepared(self.slurm.places.shared / f"job{next(NUMBERS)}", steps, pace_ms)
-        script = f"{srun} {self.command(str(job.out), steps)}\necho $? > {job.out}/srun.code"
+        script = f"{srun} {self.command(str(job.out), steps, training)}\necho $? > {job.out}/srun.code"
         asked = (f"--nodes={nodes}", "--ntasks-per-node=1", *((f"--standby={standby}",) if standby else ()))
         places = (f"--output={job.out}/output", f"--chdir={job.out}")
         environment = {**self.environment(), **job.faults.environment()}
@@ -187,9 +188,9 @@ class SlurmStack(Cluster):
         job.set_pace(pace_ms)
         return job
 
-    def command(self, out: str, steps: int) -> str:
+    def command(self, out: str, steps: int, training: tuple[str, ...] = (str(TRAIN),)) -> str:
         """The training, as a script calls it."""
-        return f"{self._python} -m tmd_worker.agent {TRAIN} --out {out} --steps {steps}"
+        return f"{self._python} -m tmd_worker.agent {' '.join(training)} --out {out} --steps {steps}"
 
     def environment(self) -> dict[str, str]:
         """What a job must know of the daemon."""
@@ -221,14 +222,25 @@ class SlurmJob(Job):
     def batch_host(self) -> str:
         return self._listed("%B")
 
-    def rank_off_the_batch_host(self) -> tuple[int, str]:
-        """A rank whose node Slurm would take back, and that node."""
+    def rank_off_the_batch_host(self, *, but: int | None = None) -> tuple[int, str]:
+        """A rank whose node Slurm would take back, and that node. `but`: not this one."""
         batch_host = self.batch_host()
-        return next((rank, node) for rank in range(WORLD_SIZE) if (node := self.node_of(rank)) != batch_host)
+        return next((rank, node) for rank in range(WORLD_SIZE) if rank != but and (node := self.node_of(rank)) != batch_host)
 
     def drain(self, node: str, reason: str = "bad DIMM") -> None:
         """As an administrator does it, past tmd."""
         self.cluster.slurm.run("scontrol", "update", f"nodename={node}", "state=drain", f"reason={reason}")
+
+    def timed_drain(self, node: str) -> tuple[dict[str, Any], float, float]:
+        """The node is drained and the move that follows is seen to its end: its record, how long after the order had been given
+        it began, and how long after the first step without the leaver Slurm had the node back, both in milliseconds."""
+        ordered_s = time.time()
+        self.drain(node)
+        slurm = self.cluster.slurm
+        until(lambda: slurm.states()[node] == "IDLE+DRAIN", f"{node} is IDLE+DRAIN: {self.view()['sentence']}")
+        idle_s = time.time()
+        record = self.wait_move(node)
+        return record, (record["started_s"] - ordered_s) * 1000, (idle_s - record["ended_s"]) * 1000
 
     def wait_move(self, node: str) -> dict[str, Any]:
         """The record of the migration that empties this node, once it is done and all that it cost is known."""

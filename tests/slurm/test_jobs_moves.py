@@ -2,61 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 from tests.e2e.cluster import WORLD_SIZE, assert_unharmed, until
 from tests.slurm.report import Report
 from tests.slurm.stack import SlurmJob, SlurmStack, stopped
 
 
-def drained(job: SlurmJob, node: str) -> tuple[dict[str, Any], float, float]:
-    """The node is drained and the move that follows is seen to its end: its record, how long the drain was on its way to tmd, and
-    how long after the first step without the leaver Slurm had the node back, both in milliseconds."""
-    job.drain(node)
-    ordered_s = time.time()
-    slurm = job.cluster.slurm
-    until(lambda: slurm.states()[node] == "IDLE+DRAIN", f"{node} is IDLE+DRAIN: {job.view()['sentence']}")
-    idle_s = time.time()
-    record = job.wait_move(node)
-    return record, max(0.0, record["started_s"] - ordered_s) * 1000, (idle_s - record["ended_s"]) * 1000
-
-
-def test_a_drained_node_and_then_a_killed_one_cost_the_job_nothing(
-    stack: SlurmStack, reference: SlurmJob, report: Report
-) -> None:
-    """The demo, as a job of Slurm."""
-    job = stack.started(standby=2)
-    rank, node = job.rank_off_the_batch_host()
-    record, latency_ms, release_ms = drained(job, node)
-    assert record["kind"] == "planned"
-    assert job.node_of(rank) != node
-    assert node not in job.allocation()
-    assert "bad DIMM" in stack.slurm.run("scontrol", "show", "node", node).stdout
-    assert_unharmed(job, reference)
-    report.add("drain of a node", [record], event_latency_ms=latency_ms, node_release_ms=release_ms)
-
-    rank, node = job.rank_off_the_batch_host()
-    stack.slurm.kill_node(node)
-    moved = until(lambda: job.moves_off(node), f"rank {rank} is replaced: {job.view()['sentence']}")
-    record = job.wait_measured(moved[0]["migration_id"])
-    assert record["kind"] == "unplanned"
-    job.finish()
-    assert_unharmed(job, reference, lines_lost={rank: 1})
-    assert job.record()["approximations"] == []
-    report.add("kill of slurmd, stepd and rank of a node", [record])
-
-
 def test_three_moves_in_a_row(stack: SlurmStack, reference: SlurmJob, report: Report) -> None:
     job = stack.started(standby=3)
-    figures = [drained(job, job.rank_off_the_batch_host()[1]) for _ in range(3)]
+    figures = [job.timed_drain(job.rank_off_the_batch_host()[1]) for _ in range(3)]
     assert len(job.allocation()) == WORLD_SIZE
     job.finish()
     assert_unharmed(job, reference)
     assert job.srun_code() == 0, "whoever left did so by itself"
-    latency_ms, release_ms = (max(values) for values in zip(*(figure[1:] for figure in figures), strict=True))
-    moves = [figure[0] for figure in figures]
-    report.add("three moves in a row", moves, event_latency_ms=latency_ms, node_release_ms=release_ms)
+    moves, latencies_ms, releases_ms = zip(*figures, strict=True)
+    report.add("three moves in a row", list(moves), event_latency_ms=max(latencies_ms), node_release_ms=max(releases_ms))
 
 
 def test_two_jobs_move_at_once(stack: SlurmStack, reference: SlurmJob, report: Report) -> None:
