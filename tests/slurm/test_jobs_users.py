@@ -3,6 +3,8 @@ does as that job's user, and nobody else can have it done."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 
 import psutil
@@ -15,6 +17,8 @@ from tests.slurm.report import Report
 from tests.slurm.stack import STEPS, SlurmJob, SlurmStack, stopped
 from tests.slurm.users import ALICE, BOB, DAEMON, user
 
+#: What NVIDIA's driver writes about a GPU that is gone.
+XID = "3,1,99000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
 #: Jobs that outlive the start of others, and some tmctl.
 SLOW_PACE_MS = 300
 
@@ -32,6 +36,30 @@ def head(shared_head: Head, reference: SlurmJob) -> Head:
     return shared_head
 
 
+@contextlib.contextmanager
+def unwell(head: Head, node: str) -> Iterator[None]:
+    """Slurm has tmd-health run on every node each second, and on this one the kernel's log tells of a lost GPU. On the others it
+    does nothing, since each of them would start an interpreter."""
+    slurm = head.slurm
+    places = slurm.places.shared / "health"
+    for name, content in {"dev/kmsg": XID, "proc/uptime": "100.0 1.0"}.items():
+        (places / name).parent.mkdir(parents=True)
+        (places / name).write_text(content)
+    settings = {**head.environment(), "PYTHONPATH": os.environ["PYTHONPATH"], "TMD_HEALTH_OPTIONS": str(places / "options")}
+    (places / "options").write_text(f"--root {places} --disk /\n")
+    program = places / "tmd-health"
+    exports = "".join(f"export {name}={value}\n" for name, value in settings.items())
+    runs = f"exec {head.python} -m tmd_worker.health.main"
+    program.write_text(f"#!/bin/sh\n[ $SLURMD_NODENAME = {node} ] || exit 0\n{exports}{runs}\n")
+    program.chmod(0o755)
+    before = slurm.options.slurm_conf
+    slurm.reconfigure(f"{before}\nHealthCheckProgram={program}\nHealthCheckInterval=1")
+    try:
+        yield
+    finally:
+        slurm.reconfigure(before)
+
+
 def uid_of(pid: int) -> int:
     return psutil.Process(pid).uids().real
 
@@ -39,8 +67,9 @@ def uid_of(pid: int) -> int:
 def test_jobs_of_two_users(head: Head, reference: SlurmJob, report: Report) -> None:
     """
     1. Jobs of two users train on nodes of their own.
-    2. A node of alice's is drained, then one is killed: her ranks move, and what was started for it is hers.
-    3. Bob can neither see her job nor have anything done in it. His own has not noticed anything.
+    2. slurmd runs tmd-health on a node of alice's, which finds a GPU that is gone: the daemon drains the node, her rank moves.
+    3. Another one is killed: she has a standby for that, too, and what was started for it is hers.
+    4. Bob can neither see her job nor have anything done in it. His own has not noticed anything.
     """
     bob = head.sbatch(steps=STEPS, pace_ms=SLOW_PACE_MS, user=BOB, options=("--exclusive",))
     bob.wait_state("running")
@@ -48,10 +77,11 @@ def test_jobs_of_two_users(head: Head, reference: SlurmJob, report: Report) -> N
     alice.set_pace(SLOW_PACE_MS)
     assert uid_of(head.stack.pid()) == user(DAEMON).uid
     _, drained = alice.rank_off_the_batch_host()
-    alice.drain(drained)
-    planned = alice.wait_move(drained)
-    alice.wait_given_back(drained)
-    head.slurm.wait_state(drained, "IDLE+DRAIN")
+    with unwell(head, drained):
+        planned = alice.wait_move(drained)
+        alice.wait_given_back(drained)
+        head.slurm.wait_state(drained, "IDLE+DRAIN")
+    assert "Reason=tmd-health: gpu.xid 0000:3b:00 fatal" in head.slurm.run("scontrol", "-o", "show", "node", drained).stdout
     smaller = f"_slurm_rpc_update_job: complete JobId={alice.id} uid={user(ALICE).uid} "
     assert smaller in (head.slurm.places.log / "slurmctld.log").read_text()
     rank, killed = alice.rank_off_the_batch_host()
