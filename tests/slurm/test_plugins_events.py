@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,9 @@ import pytest
 from tests.slurm.cluster import SLURMCTLD, SlurmCluster
 from tests.slurm.plugins import EVENT_DEADLINE_S, Events, wait_for_looks
 from tmd.nodes.slurm.hints import HintSocket
+
+#: From the order to drain to the datagram.
+EVENT_LATENCY_MS = 200
 
 
 @pytest.fixture
@@ -39,7 +41,8 @@ def resume(cluster: SlurmCluster, node: str) -> None:
 def test_a_drain_arrives_within_a_moment(
     standby_cluster: SlurmCluster, events: Events, record_property: pytest.RecordProperty
 ) -> None:
-    """The time is recorded, not judged: it is that of a busy machine. The events carry the time at which they were noticed."""
+    """The best of five is held against what is promised: a busy machine makes any one of them late. The events carry the time at
+    which they were noticed."""
     latencies_ms = []
     for number in range(5):
         asked = time.time()
@@ -50,8 +53,8 @@ def test_a_drain_arrives_within_a_moment(
         assert asked - 1 < event["time"] < time.time() + 1
         resume(standby_cluster, "n2")
         events.wait(node="n2", flags=[])
+    assert min(latencies_ms) < EVENT_LATENCY_MS, f"drain to event, the command included: {latencies_ms} ms"
     record_property("drain_to_event_ms", [round(each, 1) for each in latencies_ms])
-    print(f"drain to event, the command included: median {statistics.median(latencies_ms):.0f} ms of {latencies_ms}")
 
 
 def test_a_change_is_looked_at_at_once_however_long_the_interval_is(
