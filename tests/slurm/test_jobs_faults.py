@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import datetime
 
 from tests.e2e.cluster import WORLD_SIZE, assert_unharmed, until
 from tests.slurm.cluster import SLURMCTLD, SLURMDBD
+from tests.slurm.plugins import fields
 from tests.slurm.report import Report
 from tests.slurm.stack import IDLE_PACE_MS, SlurmJob, SlurmStack, stopped
 
+#: tmd takes a move for one of 10 s.
+SOONER_THAN_A_MOVE_S = 8
 #: heartbeat_timeout_s is 5.
 LONGER_THAN_PATIENCE_S = 8.0
 #: A job that outlives what slurmctld takes to write its state down, and to start again.
@@ -106,14 +110,33 @@ def test_scancel_leaves_nothing(stack: SlurmStack, report: Report) -> None:
     report.add("scancel", [], bit_identical=None)
 
 
-def test_the_time_limit_leaves_nothing(stack: SlurmStack, report: Report) -> None:
-    job = stack.started(standby=1)
-    job.set_pace(1000)  # a limit is a minute at least
-    stack.slurm.run("scontrol", "update", f"jobid={job.id}", "timelimit=1")
+def test_the_time_limit_is_told_of_stops_moves_and_leaves_nothing(stack: SlurmStack, report: Report) -> None:
+    """
+    1. The job may take 15 minutes: its story says when it ends.
+    2. Its time is cut to what it has had and less than 75 s more. Just before that is over a node is drained: nobody moves any
+       more, and the operator sees why.
+    3. Slurm ends it.
+    """
+    submitted_s = time.time()
+    job = stack.started(standby=1, options=("--time=15",))
+    job.set_pace(1000)
+    until(lambda: any(each.startswith("the job's time ends in ") for each in notices(job)), "people are told of the end")
+    minutes = int(time.time() - submitted_s + 15) // 60 + 1
+    stack.slurm.run("scontrol", "update", f"jobid={job.id}", f"timelimit={minutes}")
+    ends_s = datetime.fromisoformat(fields(stack.slurm, job.id)["EndTime"]).timestamp()
+    until(lambda: time.time() > ends_s - SOONER_THAN_A_MOVE_S, f"the job's last {SOONER_THAN_A_MOVE_S} s have begun", every_s=0.1)
+    _, node = job.rank_off_the_batch_host()
+    job.drain(node)
+    until(lambda: "the job's time ends in" in job.node_sentence(node), f"{node} is too late: {job.node_sentence(node)}")
     until(lambda: job.record()["state"] == "failed", "tmd knows that the job has ended")
+    assert job.migrations() == []
     job.wait_gone()
-    until(lambda: set(stack.slurm.states().values()) == {"IDLE"}, "every node is free")
+    until(lambda: set(stack.slurm.states().values()) == {"IDLE", "IDLE+DRAIN"}, "every node is free")
     report.add("time limit", [], bit_identical=None)
+
+
+def notices(job: SlurmJob) -> list[str]:
+    return [event["text"] for event in job.story(job.id) if event["kind"] == "notice"]
 
 
 def test_a_suspended_job_goes_on_as_if_nothing_had_been(stack: SlurmStack, reference: SlurmJob, report: Report) -> None:
