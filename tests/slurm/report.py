@@ -23,6 +23,7 @@ SCENARIOS = (
     "drain of the batch host",
     "move into the pool by expansion",
     "move into the pool by a companion job, which is cancelled then",
+    "tmd killed -9 while a node of the pool is taken",
     "drain taken back before the flip",
     "slurmctld restarted in the middle of a move",
     "slurmdbd down",
@@ -39,6 +40,8 @@ SCENARIOS = (
     "state=fail, datagrams lost",
     "maintenance",
     "reboot",
+    "state=down",
+    "preemption",
 )
 
 
@@ -95,6 +98,10 @@ def main() -> None:
         words = ("drain to tmd", "node given back after", "downtime")
         told = [f"{word} {value:g} ms" for word, value in zip(words, figures, strict=True) if value is not None]
         print(f"{each['name']}: {', '.join(told) or 'as it should be'}")
+    for each in shown(REPORT):
+        name, _, lacking = each["name"].partition(", without ")
+        if lacking and name in SCENARIOS:
+            print(f"NOT ALL OF IT was shown: this machine has no {lacking} for: {name}", file=sys.stderr)
     if absent := missing(REPORT):
         sys.exit("not shown on a real Slurm in this run:\n" + "\n".join(f"  {name}" for name in absent))
 

@@ -127,16 +127,18 @@ def test_what_an_administrator_does_to_nodes_moves_the_ranks_and_costs_the_job_n
     rank, node = job.rank_off_the_batch_host()
     update(slurm, node, state="down", reason="smoke")
     moved = until(lambda: job.moves_off(node), f"rank {rank} leaves {node}: {job.node_sentence(node)}")
-    assert moved[0]["kind"] == "unplanned", "Slurm kills what a job has on a node that is called DOWN"
+    downed = job.wait_measured(moved[0]["migration_id"])
+    assert downed["kind"] == "unplanned", "Slurm kills what a job has on a node that is called DOWN"
     assert "Reason=smoke [" in slurm.run("scontrol", "-o", "show", "node", node).stdout
     job.finish()
     assert_unharmed(job, reference, lines_lost={rank: 1})
     assert job.record()["approximations"] == []
-    for name, record in {"state=fail, datagrams lost": failed, "maintenance": maintained, "reboot": booted}.items():
+    moves = {"state=fail, datagrams lost": failed, "maintenance": maintained, "reboot": booted, "state=down": downed}
+    for name, record in moves.items():
         report.add(name, [record])
 
 
-def test_a_preempted_job_ends_tidily_and_its_story_says_why(stack: SlurmStack, rebooted: Path) -> None:
+def test_a_preempted_job_ends_tidily_and_its_story_says_why(stack: SlurmStack, rebooted: Path, report: Report) -> None:
     """The urgent job gets every node: nothing of the other one is left on any."""
     job = stack.started(standby=1, options=("--partition=scavenge",))
     job.set_pace(IDLE_PACE_MS)
@@ -148,3 +150,4 @@ def test_a_preempted_job_ends_tidily_and_its_story_says_why(stack: SlurmStack, r
     assert not [move for move in job.migrations() if move["kind"] == "planned" or move["state"] != "failed"]
     waits = ("squeue", "-h", "-j", urgent, "-o", "%T")
     until(lambda: not stack.slurm.run(*waits, check=False).stdout, f"job {urgent} has run", every_s=0.2)
+    report.add("preemption", [], bit_identical=None)

@@ -53,7 +53,7 @@ def rank_is_elsewhere(job: SlurmJob, rank: int, node: str) -> bool:
 
 
 def test_a_daemon_killed_in_the_middle_of_a_growth_loses_no_node(
-    pool: Callable[..., Head], job_cluster: SlurmCluster, reference: SlurmJob
+    pool: Callable[..., Head], job_cluster: SlurmCluster, reference: SlurmJob, report: Report
 ) -> None:
     """1. The order is given to an agent that is stopped. 2. slurmctld is stopped; the agent goes on and asks it. 3. The daemon
     dies. 4. slurmctld goes on, and the agent takes the node. 5. The next daemon finds it in the job."""
@@ -74,7 +74,7 @@ def test_a_daemon_killed_in_the_middle_of_a_growth_loses_no_node(
         head.stack.kill()
     until(lambda: not job.allocation().isdisjoint(POOL), "the job has the node, with no daemon there")
     head.stack.start()
-    job.wait_move(node)
+    record = job.wait_move(node)
     taken = job.node_of(rank)
     assert taken in POOL
     assert len([each for each in POOL if each in job.allocation()]) == 1, "no second one was taken"
@@ -82,6 +82,7 @@ def test_a_daemon_killed_in_the_middle_of_a_growth_loses_no_node(
     job.finish()
     assert_unharmed(job, reference)
     returned(job_cluster, *POOL)
+    report.add("tmd killed -9 while a node of the pool is taken", [record])
 
 
 def asks_slurm(agent: int) -> bool:

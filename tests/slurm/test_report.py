@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from tests.slurm import report as reports
 from tests.slurm.report import SCENARIOS, Report, missing
 
 
@@ -23,3 +26,16 @@ def test_what_was_not_shown_is_named_until_it_is(tmp_path: Path) -> None:
     assert written["slurm"] == "22.05.8"
     (shown,) = [each for each in written["scenarios"] if each["name"] == SCENARIOS[0]]
     assert (shown["event_latency_ms"], shown["phases"], shown["downtime_ms"]) == (23.4, {"copy": 2.1}, 10.0)
+
+
+def test_what_this_machine_could_not_give_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reports, "REPORT", tmp_path / "report.json")
+    report = Report("22.05.8", tmp_path / "report.json")
+    for name in SCENARIOS[1:]:
+        report.add(name, [])
+    report.add(f"{SCENARIOS[0]}, without control groups", [])
+    reports.main()
+    said = capsys.readouterr().err
+    assert said == f"NOT ALL OF IT was shown: this machine has no control groups for: {SCENARIOS[0]}\n"
