@@ -101,10 +101,10 @@ class SlurmCluster:
             self._processes = None
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def start_part(self, part: str) -> None:
-        """Returns once it answers; a slurmd once it listens."""
+    def start_part(self, part: str, *options: str) -> None:
+        """Returns once it answers; a slurmd once it listens. `options`: more of its command line."""
         argv, log = self._command(part)
-        self._running.start(part, argv, self.env, log)
+        self._running.start(part, [*argv, *options], self.env, log)
         what = f"{part} to answer"
         if part == MUNGED:
             self.wait_for(lambda: self._answers("munge", "--no-input", "--socket", str(self.places.munge_socket)), what, part)
@@ -134,6 +134,11 @@ class SlurmCluster:
     def restart(self, part: str, number: signal.Signals = signal.SIGTERM) -> None:
         self.stop_part(part, number)
         self.start_part(part)
+
+    def boot(self, node: str) -> None:
+        """Its slurmd starts again and says that the node did, too."""
+        self.stop_part(node)
+        self.start_part(node, "-b")
 
     def settle(self) -> None:
         """Back to the beginning, for the next test: no job, no drain, every part runs and every node is IDLE."""

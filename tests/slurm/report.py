@@ -40,6 +40,7 @@ SCENARIOS = (
     "state=fail, datagrams lost",
     "maintenance",
     "reboot",
+    "state=power_down",
     "state=down",
     "preemption",
 )

@@ -19,6 +19,10 @@ SLURM_CONF = """
 SlurmdTimeout=60
 MessageTimeout=5
 RebootProgram={reboot}
+SuspendProgram=/bin/true
+ResumeProgram=/bin/true
+SuspendTime=100000
+SuspendTimeout=1
 PreemptType=preempt/partition_prio
 PreemptMode=CANCEL
 PartitionName=scavenge Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime=20 State=UP
@@ -28,8 +32,8 @@ PartitionName=urgent Nodes=ALL PriorityTier=10 State=UP
 
 @pytest.fixture(scope="module")
 def rebooted(job_cluster: SlurmCluster) -> Iterator[Path]:
-    """Slurm has a program that reboots a node, which only makes this file; and partitions one of which takes nodes from the
-    other's jobs."""
+    """Slurm has a program that reboots a node, which only makes this file; others that switch it off and on, which do nothing;
+    and partitions one of which takes nodes from the other's jobs."""
     seen = job_cluster.places.shared / "rebooted"
     program = job_cluster.places.shared / "reboot.sh"
     program.write_text(f"#!/bin/sh\ntouch {seen}\n")
@@ -91,10 +95,11 @@ def test_what_an_administrator_does_to_nodes_moves_the_ranks_and_costs_the_job_n
     2. state=fail, while the plugin's datagrams get lost.
     3. A maintenance reservation that begins in a minute.
     4. scontrol reboot ASAP nextstate=resume: the node reboots once the ranks have left.
-    5. state=down.
+    5. state=power_down: the node is switched off once the ranks have left, and on again after the job.
+    6. state=down.
     """
     slurm = stack.slurm
-    job = stack.started(standby=4)
+    job = stack.started(standby=5)
     job.set_pace(IDLE_PACE_MS)
     _, silent = job.rank_off_the_batch_host()
     with silent_slurmd(slurm, silent):
@@ -124,6 +129,12 @@ def test_what_an_administrator_does_to_nodes_moves_the_ranks_and_costs_the_job_n
     assert "REBOOT_ISSUED" in slurm.states()[node]
     assert node not in job.allocation()
 
+    _, off = job.rank_off_the_batch_host()
+    update(slurm, off, state="power_down", reason="too hot")
+    cooled = job.wait_move(off)
+    job.wait_given_back(off)
+    until(lambda: "POWER" in slurm.states()[off], f"{off} is switched off: {slurm.states()}")
+
     rank, node = job.rank_off_the_batch_host()
     update(slurm, node, state="down", reason="smoke")
     moved = until(lambda: job.moves_off(node), f"rank {rank} leaves {node}: {job.node_sentence(node)}")
@@ -133,8 +144,13 @@ def test_what_an_administrator_does_to_nodes_moves_the_ranks_and_costs_the_job_n
     job.finish()
     assert_unharmed(job, reference, lines_lost={rank: 1})
     assert job.record()["approximations"] == []
-    moves = {"state=fail, datagrams lost": failed, "maintenance": maintained, "reboot": booted, "state=down": downed}
-    for name, record in moves.items():
+    slurm.wait_state(off, "IDLE+POWERED_DOWN")
+    update(slurm, off, state="power_up")
+    until(lambda: "POWERING_UP" in slurm.states()[off], f"{off} is switched on: {slurm.states()}")
+    slurm.boot(off)
+    slurm.wait_state(off, "IDLE")
+    moves = {"state=fail, datagrams lost": failed, "maintenance": maintained, "reboot": booted, "state=power_down": cooled}
+    for name, record in {**moves, "state=down": downed}.items():
         report.add(name, [record])
 
 
