@@ -150,6 +150,7 @@ def test_what_an_administrator_does_to_nodes_moves_the_ranks_and_costs_the_job_n
     slurm.boot(off)
     slurm.wait_state(off, "IDLE")
     moves = {"state=fail, datagrams lost": failed, "maintenance": maintained, "reboot": booted, "state=power_down": cooled}
+    assert {record["kind"] for record in moves.values()} == {"planned"}
     for name, record in {**moves, "state=down": downed}.items():
         report.add(name, [record])
 
