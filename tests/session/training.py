@@ -33,6 +33,8 @@ from tmd_worker.transport.process import current
 
 FEATURES = 24
 UNHURRIED_S = 0.02
+#: The step at whose end the variant "destroys" is done with a group that it has made before the first one.
+DESTROYED_IN = 2
 #: Combinations that every kind of migration must bring through bit by bit.
 VARIANTS = [
     ("plain",),
@@ -157,6 +159,7 @@ def train_one(
     if "forgotten" not in variants:
         session.track(scaler=scaler)
     idle = nn.Linear(1, 1) if "idle" in variants else None
+    extra = dist.new_group() if "destroys" in variants else None
     if ema is not None:
         session.track(ema=ema)
     if "excused" in variants:
@@ -169,6 +172,10 @@ def train_one(
     for step in session.steps(total):
         with step:
             begin(step)
+            if extra is not None and step.index <= DESTROYED_IN:
+                dist.all_reduce(torch.ones(1000), group=extra)
+            if "passing" in variants:
+                make_use_destroy(session)
             model.zero_grad(set_to_none="keep_gradients" not in variants)
             if "thaw" in variants and step.index >= 2 and len(optimizer.param_groups) == 1:
                 optimizer.add_param_group({"params": list(net.last.parameters()), "lr": 1e-3})
@@ -195,6 +202,8 @@ def train_one(
                 dist.all_reduce(loss)
         if "careless" in variants:
             dist.all_reduce(loss)
+        if extra is not None and step.committed and step.index == DESTROYED_IN:
+            dist.destroy_process_group(extra)
         if "break" in variants and step.index == 3:
             break
         if step.committed and "links" in variants:
@@ -216,6 +225,15 @@ def misbehave(session: Session, step: Step, variants: set[str]) -> None:
         raise ValueError("a bug in the user's script")
     if "exit" in variants:
         sys.exit(0)
+
+
+def make_use_destroy(session: Session) -> None:
+    """A group that lives within one step."""
+    group = dist.new_group()
+    total = torch.ones(1000)
+    dist.all_reduce(total, group=group)
+    assert total[0].item() == session.world_size
+    dist.destroy_process_group(group)
 
 
 def wait_for(path: Path) -> None:

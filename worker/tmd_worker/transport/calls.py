@@ -99,7 +99,9 @@ class Calls:
         self._count(call, operation)
         if admission is Admission.PROCEED:
             table = call.group.table
-            if table is None:
+            if call.group.gone:
+                operation.fail(call.group.gone)
+            elif table is None:
                 operation.discard()  # closed since it was admitted
             else:
                 call.dispatch(operation, table)
@@ -126,11 +128,15 @@ class Calls:
             return RuntimeError(_REMEDY.format(name=f"the wait for {name}"))
         return StepDiscarded(f"a link broke during {name}")
 
+    def forget(self, group: str) -> None:
+        """Nothing is called on this group any more."""
+        self._receives.pop(_received(group), None)
+
     def _count(self, call: Call, operation: Operation) -> None:
         if call.counted is Counted.COLLECTIVE:
             operation.series, operation.index = call.group.name, call.group.next_index()
         elif call.counted is Counted.RECEIVE:
-            operation.series = f"{call.group.name}#received"
+            operation.series = _received(call.group.name)
             operation.index = next(self._receives[operation.series])
 
     def _replayed(self, operation: Operation) -> bool:
@@ -141,3 +147,8 @@ class Calls:
             return False
         operation.complete()
         return True
+
+
+def _received(group: str) -> str:
+    """The series of the group's receives."""
+    return f"{group}#received"

@@ -74,6 +74,8 @@ class Channel:
         self._sending = False
         self._reading = False
         self._ended = False
+        #: Everything that was to be sent has been.
+        self._sent = threading.Event()
         #: Tag and size of a message whose bytes have not been read, because nobody waits for one.
         self._announced: tuple[int, int] | None = None
         #: How many monitored barriers were begun with this peer, on this side.
@@ -101,6 +103,14 @@ class Channel:
             self.epoch = epoch
             if self.link is not None:
                 self.link.epoch = epoch
+
+    def finish(self, wait_s: float) -> None:
+        """Nothing more is to be sent: waits until the rest is out, or for so long."""
+        with self._lock:
+            sending = self._sending
+        self._sends.put(None)
+        if sending:
+            self._sent.wait(wait_s)
 
     def end(self) -> None:
         """The threads end once their link or the mailbox is closed."""
@@ -141,6 +151,7 @@ class Channel:
         while (item := self._sends.get()) is not None:
             operation, tensor, tag = item
             execute(self._host, operation, self.epoch, functools.partial(self._send_one, tensor, tag))
+        self._sent.set()
 
     def _send_one(self, tensor: Tensor, tag: int) -> None:
         try:

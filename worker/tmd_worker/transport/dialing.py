@@ -32,6 +32,17 @@ class Cancelled(LinkError):
     """The epoch whose links were being opened was closed meanwhile."""
 
 
+class GroupGone(LinkError):
+    """A member has destroyed this group, so what was called on it cannot be done. Nobody is to blame for a broken link."""
+
+    def __init__(self, group: str, by: int) -> None:
+        super().__init__(
+            f"rank {by} has destroyed group {group}: nothing more can be done on it, by no rank; destroy a group on all of its "
+            "ranks, each after its last call on it",
+            by,
+        )
+
+
 class CannotConnect(OSError):
     """This process can open no connection at all, whoever the peer is; the text says what to do."""
 

@@ -35,21 +35,31 @@ class LinkSet:
     links: dict[str, dict[int, Link]] = dataclasses.field(default_factory=dict)
     #: Group name -> what carries its collectives, where links do not.
     inners: dict[str, InnerGroup] = dataclasses.field(default_factory=dict)
+    #: Those that were asked for, by name.
+    groups: dict[str, Group] = dataclasses.field(default_factory=dict)
+    #: Groups that a member has left, and the rank that destroyed them.
+    gone: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def epoch(self) -> int:
         return self.membership.epoch
 
     def all_links(self) -> Iterator[Link]:
-        for links in self.links.values():
-            yield from links.values()
+        for links in list(self.links.values()):
+            yield from list(links.values())
 
     def remains(self) -> Remains:
         return Remains(self.epoch, list(self.all_links()), list(self.inners.values()))
 
+    def take_out(self, name: str) -> tuple[dict[int, Link], InnerGroup | None]:
+        """What there is of this group is no part of the set any more."""
+        self.groups.pop(name, None)
+        self.gone.pop(name, None)
+        return self.links.pop(name, {}), self.inners.pop(name, None)
+
     def remains_of(self, group: Group) -> Remains:
         inner = self.inners.get(group.name)
-        return Remains(self.epoch, list(self.links[group.name].values()), [inner] if inner is not None else [])
+        return Remains(self.epoch, list(self.links.get(group.name, {}).values()), [inner] if inner is not None else [])
 
     def prepare_for(self, groups: list[Group], preparer: Preparer, attempt: Attempt) -> None:
         """Makes the inner groups that these groups need and adds them. Raises LinkError or Cancelled.
@@ -58,7 +68,10 @@ class LinkSet:
         """
         for group in groups:
             if group.carried and (self.only is None or self.only & set(group.ranks)):
-                self.inners[group.name] = preparer.prepare(group, self.membership, self.rank, attempt)
+                inner = preparer.prepare(group, self.membership, self.rank, attempt)
+                if inner is not None:
+                    self.inners[group.name] = inner
+        self.gone |= attempt.gone
 
     def open_for(self, groups: list[Group], opener: Opener, attempt: Attempt) -> int:
         """Opens what these groups need and adds it; returns how many links. Raises LinkError or Cancelled."""
@@ -76,6 +89,8 @@ class LinkSet:
             link.ignored = self.staged
             opened[request.group][request.peer] = link
         self.links.update(opened)
+        self.groups |= {group.name: group for group in groups}
+        self.gone |= attempt.gone
         return len(connections)
 
     def reopened(self, before: LinkSet) -> int:
@@ -102,6 +117,7 @@ class LinkSet:
             replaced += [link for peer, link in old.items() if peer in leavers]
             links[name] = {peer: link for peer, link in old.items() if peer not in leavers} | successor.links.get(name, {})
         after = LinkSet(successor.membership, self.rank, links=links, inners=self.inners | successor.inners)
+        after.groups = self.groups | successor.groups
         for link in after.all_links():
             link.epoch = after.epoch
         return after, Remains(self.epoch, replaced, [self.inners[name] for name in successor.inners if name in self.inners])

@@ -9,14 +9,12 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from tmd.protocol.control import TransportName
 from tmd.protocol.membership import Member, Membership, Plan
 from tmd_worker import faults, guard
 from tmd_worker.core.ballot import Ballot
-from tmd_worker.discard import StepDiscarded
 from tmd_worker.native import library
 from tmd_worker.transport import process, topology
 from tmd_worker.transport.buddy import BuddyChannel
@@ -26,7 +24,10 @@ from tmd_worker.transport.ending import Ending
 from tmd_worker.transport.epochs import LinkSet, Remains
 from tmd_worker.transport.events import FabricEvents
 from tmd_worker.transport.group import Group
+from tmd_worker.transport.labels import Labels
+from tmd_worker.transport.leaving import Departures
 from tmd_worker.transport.link import Link, LinkInfo
+from tmd_worker.transport.linking import LATE_GROUP_S, Linking
 from tmd_worker.transport.opening import Attempt, Attempts
 from tmd_worker.transport.pairs import PairBook
 from tmd_worker.transport.ports import Handler, Ports
@@ -41,8 +42,6 @@ __all__ = ["Cancelled", "Fabric", "FabricEvents", "LinkError", "LinkInfo"]
 
 SESSION_GROUP = "tmd.session"
 BUDDY_GROUP = "tmd.buddy"
-#: Opening the links of a group that is made while an epoch is live may take this long.
-LATE_GROUP_S = 60.0
 _JOIN_S = 2.0
 _EVERY_EPOCH = (1 << 63) - 1
 
@@ -66,6 +65,7 @@ class Fabric:
         self._lock = threading.RLock()
         self._threads: list[threading.Thread] = []
         self._tables = Tables(incarnation)
+        labels = Labels()
         self._groups: dict[str, Group] = {}
         #: Under the lock.
         self._standing = Standing()
@@ -77,14 +77,44 @@ class Fabric:
         self.pairs = PairBook(self)
         self._watcher = Watcher(self._hung_up)
         self._ports = Ports(
-            host=host, port_range=port_range, key=job_key, incarnation=incarnation, tables=self._tables, spawn=self.spawn
+            host=host,
+            port_range=port_range,
+            key=job_key,
+            incarnation=incarnation,
+            tables=self._tables,
+            labels=labels,
+            spawn=self.spawn,
         )
         self.host: str = self._ports.listener.host
         self.port: int = self._ports.listener.port
         #: What carries the collectives of the script's groups. The vote and the records of buddies always use links.
         self.transport = transport
-        self._preparer = Preparer(transport, self.host, self._ports.opener, self.spawn)
         self._ending = Ending(self._watcher, self.buddy, self.spawn)
+        self._departures = Departures(
+            lock=self._lock,
+            groups=self._groups,
+            standing=self._standing,
+            tables=self._tables,
+            labels=labels,
+            ports=self._ports,
+            pairs=self.pairs,
+            ending=self._ending,
+            spawn=self.spawn,
+        )
+        self._linking = Linking(
+            lock=self._lock,
+            groups=self._groups,
+            standing=self._standing,
+            tables=self._tables,
+            labels=labels,
+            attempts=self._attempts,
+            opener=self._ports.opener,
+            preparer=Preparer(transport, self.host, self._ports.opener, self.spawn),
+            departures=self._departures,
+            watcher=self._watcher,
+            ending=self._ending,
+            events=events,
+        )
         self.spawn("watcher", self._watcher.run)
         faults.close_link = self._break_a_link
         process.adopt(self)
@@ -118,8 +148,9 @@ class Fabric:
         """
         opened = LinkSet(membership, rank)
         count = self._open(opened, 0, deadline_s)
-        for link in opened.all_links():
-            self._watcher.add(link)
+        with self._lock:
+            for link in opened.all_links():
+                self._watcher.add(link)
         return count
 
     def unreached(self, epoch: int) -> int:
@@ -136,59 +167,26 @@ class Fabric:
         return self._open(staged, plan.plan_id, deadline_s)
 
     def _open(self, links: LinkSet, plan_id: int, deadline_s: float) -> int:
-        """Opens the links of every group, also of those that are made meanwhile, and keeps the set."""
-        self.expect(links.membership)
-        attempt = Attempt(links.epoch, deadline_s)
-        count = 0
-        with self._attempting(attempt, plan_id):
-            try:
-                while True:
-                    with self._lock:
-                        missing = [group for group in self._groups.values() if group.name not in links.links]
-                        if not missing:
-                            attempt.check()
-                            self._standing.put(links, plan_id)
-                            break
-                    count += links.open_for(missing, self._ports.opener, attempt)
-                    links.prepare_for(missing, self._preparer, attempt)
-            except BaseException:
-                self._ending.end(links.remains())
-                raise
+        count = self._linking.open(links, plan_id, deadline_s)
         self.buddy.adopt(links.epoch, links.links.get(BUDDY_GROUP, {}))
         return count
 
-    def _attempting(self, attempt: Attempt, plan_id: int = 0) -> AbstractContextManager[None]:
-        """While it lasts close() and drop_staged() can cancel the attempt."""
-        return self._attempts.attempting(attempt, plan_id, closed_epoch=lambda: self._tables.closed_epoch)
+    def add_group(self, group: Group, name: str) -> None:
+        """A new process group, which PyTorch calls `name`. While an epoch is live its links are opened now. Raises StepDiscarded
+        when poisoned."""
+        self._linking.add(group, name, self._rank)
 
-    def add_group(self, group: Group) -> None:
-        """A new process group. While an epoch is live its links are opened now. Raises StepDiscarded when poisoned."""
-        with self._lock:
-            if self._rank >= 0:
-                group.take_role(self._rank)
-            self._groups[group.name] = group
-            targets = self._standing.usable()
-        for links in targets:
-            attempt = Attempt(links.epoch, LATE_GROUP_S)
-            try:
-                with self._attempting(attempt):
-                    links.open_for([group], self._ports.opener, attempt)
-                    links.prepare_for([group], self._preparer, attempt)
-            except LinkError as error:
-                self.opening_failed(links.epoch, error)
-                if self.is_closed(links.epoch):
-                    raise StepDiscarded(f"a link broke while group {group.name} was being made") from None
-                raise
-            opened = links.links[group.name]
-            with self._lock:
-                closed = self.is_closed(links.epoch)
-                if links is self._standing.live:
-                    group.table = group.table_of(links.epoch, opened, links.inners.get(group.name))
-            if closed:
-                self._ending.end(links.remains_of(group))
-                raise StepDiscarded(f"a link broke while group {group.name} was being made")
-            for link in opened.values():
-                self._watcher.add(link)
+    def leave(self, group: Group) -> None:
+        """The script has destroyed it. Returns at once; the group's thread goes on until what was called before is over."""
+        group.leave(self, lambda: self._leave(group))
+
+    def _leave(self, group: Group) -> None:
+        self.pairs.finish(group.name, group.gone, group.timeout_s or LATE_GROUP_S)
+        self._departures.depart(group, self._rank)
+        self.calls.forget(group.name)
+
+    def group_gone(self, group: Group, by: int) -> None:
+        self._departures.give_up(group, by)
 
     # ---------------------------------------------------------------- epochs come and go
 
@@ -214,6 +212,7 @@ class Fabric:
             replaced.links += self.pairs.switch(epoch, leavers)
             self._ports.inbox.flip(before.epoch, epoch)
             self._standing.leave(replaced)
+            self._departures.switch(before.epoch, epoch)
             for link in replaced.links:
                 link.ignored = True
                 self._watcher.remove(link)
@@ -236,12 +235,14 @@ class Fabric:
         """Ends the leavers' links and the inner groups that the switch to `epoch` left unused."""
         with self._lock:
             left = self._standing.take_left(epoch - 1)
+            self._departures.keep_only(self._standing.incarnations())
         self._ending.end(*left)
 
     def drop_staged(self, plan_id: int) -> None:
         """Closes what was staged for this plan, also what is being staged."""
         with self._lock:
             staged = self._standing.staged.pop(plan_id, None)
+            self._departures.keep_only(self._standing.incarnations())
         self._attempts.cancel_plan(plan_id)
         self._ports.inbox.wake()
         if staged is not None:
@@ -260,6 +261,7 @@ class Fabric:
             if self._standing.live is None:
                 for group in self._groups.values():
                     group.table = None
+            doomed.append(self._departures.close(epoch))
         self._attempts.cancel_epochs(epoch, reason)
         self._ports.inbox.close(epoch)
         doomed.append(Remains(epoch, self.pairs.close(epoch), []))
@@ -343,7 +345,7 @@ class Fabric:
 
     def link_ended(self, link: Link, reason: str, *, orderly: bool) -> None:
         orderly = orderly or self._said_stop(link.peer)
-        if link.ending or link.ignored or self.is_closed(link.epoch):
+        if link.ending or link.ignored or link.farewell or self.is_closed(link.epoch):
             return  # asked last: an epoch that is closed meanwhile takes the link away on which a STOP would have been found
         self._events.link_broken(link.epoch, link.peer, orderly=orderly, reason=reason)
 
@@ -366,24 +368,12 @@ class Fabric:
             thread.start()
 
     def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt, *, shares: bool) -> Link:
-        """A link between two members of a group for send/recv or all-to-all alone. Raises LinkError or Cancelled."""
-        with self._lock:
-            live = self._standing.live
-        if live is None or live.epoch != attempt.epoch:
-            raise Cancelled(f"epoch {attempt.epoch} is closed")
-        links = LinkSet(live.membership, live.rank, only=frozenset({peer}))
-        pair = Group(label, group.ranks, group.timeout_s, lambda _, size: set(range(size)), shares=shares)
-        pair.take_role(live.rank)
-        with self._attempting(attempt):
-            links.open_for([pair], self._ports.opener, attempt)
-        link = links.links[label][peer]
-        self._watcher.add(link)
-        return link
+        """A link between two members of a group for send/recv or all-to-all alone. Raises GroupGone, LinkError or Cancelled."""
+        return self._linking.open_pair(group, label, peer, attempt, shares=shares)
 
     def opening_failed(self, epoch: int, error: LinkError) -> None:
-        """Tells the runtime that a link of this epoch could not be opened, unless the epoch is over."""
-        if not self.is_closed(epoch):
-            self._events.link_broken(epoch, error.peer, orderly=True, reason=str(error))
+        """Tells the runtime that a link of this epoch could not be opened, unless it is not wanted any more."""
+        self._linking.failed(epoch, error)
 
     def _guarded(self, body: Callable[[], None]) -> None:
         try:
@@ -396,6 +386,8 @@ class Fabric:
         self._events.thread_died(error)
 
     def _hung_up(self, link: Link, orderly: bool) -> None:
+        if self._departures.hung_up(link):
+            return
         self.link_ended(link, f"rank {link.peer} {'stopped: it is poisoned' if orderly else 'hung up'}", orderly=orderly)
 
     def _break_a_link(self) -> None:
@@ -410,7 +402,7 @@ class Fabric:
         """In a forked child: an inherited descriptor would keep the peers from noticing that this process died."""
         self._ports.listener.close_copy()
         self._watcher.close_copy()
-        for link in self._standing.links():
+        for link in (*self._standing.links(), *self._departures.links()):
             link.close_copy()
         for peers in self.pairs.links().values():
             for link in peers.values():

@@ -12,7 +12,7 @@ import torch
 
 from tmd_worker.check import places
 from tmd_worker.transport.collectives import LinkTable
-from tmd_worker.transport.dialing import LinkError
+from tmd_worker.transport.dialing import GroupGone, LinkError
 from tmd_worker.transport.inner import InnerBroken, InnerGroup
 from tmd_worker.transport.link import Link, LinkEnded
 from tmd_worker.transport.recording import BuildRecording
@@ -42,6 +42,9 @@ class Guard(Protocol):
     def spawn(self, name: str, body: Callable[[], None]) -> None:
         """A thread whose exceptions end the process."""
 
+    def group_gone(self, group: Group, by: int) -> None:
+        """A collective was called that rank `by` has not called and never will: it has destroyed the group."""
+
 
 class Refused(Exception):
     """This one operation cannot be done because of what the script asked for; its wait() says so."""
@@ -58,14 +61,17 @@ def execute(guard: Guard, operation: Operation, epoch: int, action: Callable[[],
     except LinkEnded as ended:
         guard.link_ended(ended.link, str(ended), orderly=ended.orderly)
         reason = str(ended)
+        if ended.link.farewell and not guard.is_closed(epoch):
+            operation.fail(ended.link.farewell)
+            return
     except InnerBroken as error:
         guard.epoch_broken(epoch, str(error))
         reason = str(error)
-    except LinkError as error:
-        reason = str(error)
-    except Refused as error:
+    except (GroupGone, Refused) as error:
         operation.fail(str(error))
         return
+    except LinkError as error:
+        reason = str(error)
     else:
         operation.complete()
         return
@@ -102,8 +108,17 @@ class Group:
         self.table: LinkTable | None = None
         #: The operation that was submitted last.
         self.last: TmdWork | None = None
+        #: Why nothing can be done on it any more, once it was destroyed here or by another member.
+        self.gone = ""
+        self._is_cut = False
+        #: How many collectives were submitted in which epoch.
+        self._submitted = (-1, 0)
+        #: Where a member that has left the group stopped, counted alike, and who destroyed it.
+        self._limit: tuple[tuple[int, int], int] | None = None
+        #: Guards these two. Whoever has it waits for no other lock.
+        self._counting = threading.Lock()
         self._neighbours = neighbours
-        self._queue: queue.SimpleQueue[tuple[Operation, LinkTable, Callable[[LinkTable], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._calls = itertools.count()
         self._submitting = threading.Lock()
         #: Whoever runs an operation has it.
@@ -150,6 +165,8 @@ class Group:
         here = False
         try:
             with self._submitting:
+                if not self._admit(guard, operation, table.epoch):
+                    return
                 here = waits and (self.last is None or self.last.is_completed()) and self._executing.acquire(blocking=False)
                 if not here:
                     self._hand_over(guard, operation, table, action)
@@ -161,13 +178,34 @@ class Group:
                 self._caller = 0
                 self._executing.release()
 
+    def _admit(self, guard: Guard, operation: Operation, epoch: int) -> bool:
+        """Counts it; False if it has failed already, since a member has left the group."""
+        if self.gone:
+            operation.fail(self.gone)
+            return False
+        with self._counting:
+            in_epoch, calls = self._submitted
+            number = calls if in_epoch == epoch else 0
+            self._submitted = epoch, number + 1
+            limit = self._limit
+        if limit is not None and limit[0] <= (epoch, number):
+            by = limit[1]
+            self.gone = str(GroupGone(self.name, by))
+            operation.fail(self.gone)
+            guard.spawn(f"leave-{self.name}", lambda: guard.group_gone(self, by))
+            return False
+        return True
+
     def _hand_over(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
         if self._caller == threading.get_ident():
             raise RuntimeError(f"{operation.name} was called in a signal's handler, in the middle of another of its group")
+        self._enqueue(guard, lambda: self._run_one(guard, operation, table, action))
+
+    def _enqueue(self, guard: Guard, item: Callable[[], None]) -> None:
         if not self._running:
             self._running = True
-            guard.spawn(f"group-{self.name}", lambda: self._run(guard))
-        self._queue.put((operation, table, action))
+            guard.spawn(f"group-{self.name}", self._run)
+        self._queue.put(item)
 
     def _run_here(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
         self._caller = threading.get_ident()
@@ -188,16 +226,49 @@ class Group:
         if self._running:
             self._queue.put(None)
 
-    def _run(self, guard: Guard) -> None:
+    def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             with self._executing:
-                self._run_one(guard, *item)
+                item()
+
+    # ---------------------------------------------------------------- its end
+
+    def leave(self, guard: Guard, farewell: Callable[[], None]) -> None:
+        """No operation follows. `farewell` comes after all that were submitted, in the group's thread, which ends with it."""
+        with self._submitting:
+            if self.gone:
+                return
+            self.gone = f"group {self.name} was destroyed on this rank"
+            self._enqueue(guard, farewell)
+            self._queue.put(None)
+
+    def cut(self, reason: str) -> None:
+        """As leave, but what is under way has no end: once its links are interrupted it fails for this reason."""
+        with self._submitting:
+            self.gone, self._is_cut = reason, True
+
+    def limit(self, position: tuple[int, int], by: int) -> bool:
+        """A member calls no collective from this (epoch, number) on: rank `by` has destroyed the group. True if one was here."""
+        with self._counting:
+            if self._limit is None or position < self._limit[0]:
+                self._limit = position, by
+            return position < self._submitted
+
+    def called(self, epoch: int) -> tuple[int, int]:
+        """Where this member stops if it leaves now, in this epoch at the earliest: epoch and number of the next collective."""
+        with self._counting:
+            position = max(self._submitted, (epoch, 0))
+            return position if self._limit is None else min(position, self._limit[0])
 
     def _run_one(self, guard: Guard, operation: Operation, table: LinkTable, action: Callable[[LinkTable], None]) -> None:
         def held() -> None:
             table.hold()
             try:
                 action(table)
+            except (InnerBroken, LinkEnded):
+                if self._is_cut and not guard.is_closed(table.epoch):
+                    raise Refused(self.gone) from None
+                raise
             finally:
                 table.release()
             if guard.recorder is not None:

@@ -23,6 +23,8 @@ LENGTH = struct.Struct("!I")
 MAX_BODY_BYTES = 16 << 10
 #: The kind of a connection that becomes a link between two members of a group.
 LINK = "link"
+#: The kind of one that only asks, by whoever waits to be dialed for a link of this group: answered with gone, or else with retry.
+ASKING = "asking"
 
 
 _Body = TypeVar("_Body", "Hello", "Verdict")
@@ -33,7 +35,7 @@ class HandshakeRefused(Exception):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the dialer wants. For a link: group, epoch and both ranks; for anything else: `fields`."""
+    """What the dialer wants. For a link: group, epoch and both ranks; for a question: group; for anything else: `fields`."""
 
     kind: str
     incarnation: str
@@ -49,10 +51,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`retry`: not yet, the listener has not heard of this epoch; `refused`: final."""
+    """`retry`: not yet, the listener has not heard of this epoch; `refused`: final; `gone`: the listener has left this group."""
 
-    answer: Literal["ok", "retry", "refused"]
+    answer: Literal["ok", "retry", "refused", "gone"]
     reason: str = ""
+    #: The rank that destroyed the group, -1: the listener's own.
+    by: int = -1
     #: The memory that came along will carry the frames.
     shared: bool = False
 

@@ -40,7 +40,7 @@ class LinkEnded(Exception):
     """The link is closed, or what came from it is refused. `orderly`: the peer said STOP, so it lives."""
 
     def __init__(self, link: Link, reason: str, *, orderly: bool = False) -> None:
-        super().__init__(f"rank {link.peer} {reason}")
+        super().__init__(link.farewell or f"rank {link.peer} {reason}")
         self.link = link
         self.orderly = orderly
 
@@ -73,6 +73,7 @@ class Link:
         "_using",
         "address",
         "epoch",
+        "farewell",
         "fd",
         "held",
         "ignored",
@@ -99,6 +100,8 @@ class Link:
         self.held = 0
         #: Nobody cares when it breaks: staged for a plan, or a leaver's after the flip.
         self.ignored = False
+        #: Why its end is nobody's fault: one of its ends has left the group, or both.
+        self.farewell = ""
         self.saw_stop = False
         #: This side has said all that it will; whoever used the link last closes the stream.
         self._shut = False

@@ -12,13 +12,19 @@ from contextlib import contextmanager
 
 from tmd.protocol.membership import Member
 from tmd_worker.transport.connection import Connection
-from tmd_worker.transport.dialing import Cancelled, LinkError, Unreached, dial
-from tmd_worker.transport.handshake import LINK, Hello, new_nonce
+from tmd_worker.transport.dialing import Cancelled, CannotConnect, LinkError, Unreached, dial
+from tmd_worker.transport.handshake import ASKING, LINK, Hello, Verdict, new_nonce
+from tmd_worker.transport.labels import OWN, USE
 from tmd_worker.transport.segment import Offer
 
 #: Pauses between attempts at a peer that has not heard of the epoch yet.
 RETRY_FIRST_S = 0.001
 RETRY_MAX_S = 0.02
+#: Who waits to be dialed asks after this long, and then ever less often, whether the peer has left the group.
+ASK_FIRST_S = 0.05
+ASK_MAX_S = 2.0
+#: Then it listens again, whatever has become of the question.
+_ASKING_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ class Attempt:
         self._dialing: socket.socket | None = None
         #: The peer that is being dialed and has not answered yet, -1 for none.
         self.unreached = -1
+        #: Groups that a member has left, and the rank that destroyed them.
+        self.gone: dict[str, int] = {}
 
     def cancel(self, reason: str) -> None:
         with self._changed:
@@ -69,6 +77,10 @@ class Attempt:
         with self._changed:
             self.check()
             self._dialing = sock
+
+    def learn(self, request: LinkRequest, verdict: Verdict) -> None:
+        """The peer has left the group."""
+        self.gone[request.group.partition(USE)[0]] = request.peer if verdict.by == OWN else verdict.by
 
     def forget_socket(self) -> None:
         with self._changed:
@@ -123,7 +135,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._connections: dict[tuple[str, int, int, str], Connection] = {}
+        self._connections: dict[tuple[str, int, int, str], tuple[Hello, Connection]] = {}
         self._closed_epoch = -1
         #: The last flip: (epoch before, epoch after).
         self._flip = (-1, -1)
@@ -132,18 +144,19 @@ class Inbox:
         with self._changed:
             before, after = self._flip
             key = (hello.group, after if hello.epoch == before else hello.epoch, hello.rank, hello.incarnation)
-            useless = self._connections.pop(key, None)
+            _, useless = self._connections.pop(key, (hello, None))
             if hello.epoch > self._closed_epoch:
-                self._connections[key] = connection
+                self._connections[key] = hello, connection
                 self._changed.notify_all()
             else:
                 useless = connection  # closed since it was judged
         if useless is not None:
             useless.close()
 
-    def take(self, request: LinkRequest, attempt: Attempt) -> Connection:
-        """Waits for the peer to dial. Raises LinkError or Cancelled."""
+    def take(self, request: LinkRequest, attempt: Attempt, patience_s: float) -> Connection | None:
+        """Waits for the peer to dial; None if it has not within `patience_s`. Raises LinkError or Cancelled."""
         key = (request.group, attempt.epoch, request.peer, request.member.incarnation)
+        until_s = time.monotonic() + patience_s
         with self._changed:
             while key not in self._connections:
                 attempt.check()
@@ -154,8 +167,17 @@ class Inbox:
                         f"group {request.group} in time; if it lives, a firewall may drop what it sends to this rank's port",
                         request.peer,
                     )
-                self._changed.wait(left_s)
-            return self._connections.pop(key)
+                patience_s = until_s - time.monotonic()
+                if patience_s <= 0:
+                    return None
+                self._changed.wait(min(left_s, patience_s))
+            return self._connections.pop(key)[1]
+
+    def claim(self, group: str) -> list[tuple[Hello, Connection]]:
+        """Takes out what others have dialed for this group, whatever the use."""
+        with self._changed:
+            keys = [key for key in self._connections if key[0].partition(USE)[0] == group]
+            return [self._connections.pop(key) for key in keys]
 
     def flip(self, before: int, after: int) -> None:
         """What a stayer has dialed, or is dialing, under the old number counts under the new one."""
@@ -175,7 +197,7 @@ class Inbox:
         """Drops what nobody took for epochs up to this one."""
         with self._changed:
             self._closed_epoch = max(self._closed_epoch, epoch)
-            stale = [self._connections.pop(key) for key in list(self._connections) if key[1] <= epoch]
+            stale = [self._connections.pop(key)[1] for key in list(self._connections) if key[1] <= epoch]
             self._changed.notify_all()
         for connection in stale:
             connection.close()
@@ -183,7 +205,7 @@ class Inbox:
     def drop(self, epoch: int, incarnation: str) -> None:
         """Drops what one incarnation opened for one epoch."""
         with self._changed:
-            stale = [self._connections.pop(key) for key in list(self._connections) if (key[1], key[3]) == (epoch, incarnation)]
+            stale = [self._connections.pop(key)[1] for key in list(self._connections) if (key[1], key[3]) == (epoch, incarnation)]
         for connection in stale:
             connection.close()
 
@@ -200,19 +222,57 @@ class Opener:
         self._inbox = inbox
 
     def open(self, requests: Iterable[LinkRequest], rank: int, attempt: Attempt) -> dict[LinkRequest, Connection]:
-        """All of them or none. Raises LinkError (Unreached for a peer that was dialed in vain) or Cancelled."""
+        """All of them or none, but for those of groups that the peer has left: `attempt.gone` names these.
+
+        Raises LinkError (Unreached for a peer that was dialed in vain) or Cancelled.
+        """
         opened: dict[LinkRequest, Connection] = {}
         try:
             self._dial_all([request for request in requests if request.peer < rank], rank, attempt, opened)
             for request in requests:
                 if request.peer > rank:
-                    opened[request] = self._inbox.take(request, attempt)
+                    connection = self._take(request, attempt)
+                    if connection is not None:
+                        opened[request] = connection
             attempt.check()
         except BaseException:
             for connection in opened.values():
                 connection.close()
             raise
         return opened
+
+    def _take(self, request: LinkRequest, attempt: Attempt) -> Connection | None:
+        """None if the peer has left the group. Raises LinkError or Cancelled."""
+        patience_s = ASK_FIRST_S
+        while (connection := self._inbox.take(request, attempt, patience_s)) is None:
+            if self._has_left(request, attempt):
+                return None
+            patience_s = min(2 * patience_s, ASK_MAX_S)
+        return connection
+
+    def _has_left(self, request: LinkRequest, attempt: Attempt) -> bool:
+        """Asks the peer; no answer counts as no. Raises Cancelled."""
+        hello = Hello(
+            kind=ASKING,
+            incarnation=self._incarnation,
+            peer_incarnation=request.member.incarnation,
+            nonce=new_nonce(),
+            group=request.group,
+        )
+        deadline_s = min(time.monotonic() + _ASKING_S, attempt.deadline_s)
+        try:
+            connection, verdict = dial(
+                request.member, self._key, hello, deadline_s, attempt.dialing, nearby=request.member.host == self._nearby_host
+            )
+        except (LinkError, CannotConnect):
+            attempt.check()
+            return False
+        finally:
+            attempt.forget_socket()
+        connection.close()
+        if verdict.answer == "gone":
+            attempt.learn(request, verdict)
+        return verdict.answer == "gone"
 
     def _dial_all(self, requests: list[LinkRequest], rank: int, attempt: Attempt, opened: dict[LinkRequest, Connection]) -> None:
         """Adds to `opened`. Raises LinkError or Cancelled."""
@@ -223,6 +283,8 @@ class Opener:
             while todo:
                 request = todo.popleft()
                 connection, reason = self._dial(request, rank, attempt, offers.get(request))
+                if connection is None and not reason:
+                    continue  # the peer has left the group
                 if connection is not None:
                     opened[request] = connection
                     pause_s = RETRY_FIRST_S
@@ -237,7 +299,8 @@ class Opener:
                 offer.withdraw()
 
     def _dial(self, request: LinkRequest, rank: int, attempt: Attempt, offer: Offer | None) -> tuple[Connection | None, str]:
-        """(connection, "") or (None, why not yet). Raises Unreached, or LinkError for a final refusal."""
+        """(connection, ""), (None, why not yet), or (None, "") if the peer has left the group. Raises Unreached, or LinkError
+        if it refuses for good."""
         hello = Hello(
             kind=LINK,
             incarnation=self._incarnation,
@@ -263,6 +326,9 @@ class Opener:
         if verdict.answer == "ok":
             return connection, ""
         connection.close()
+        if verdict.answer == "gone":
+            attempt.learn(request, verdict)
+            return None, ""
         if verdict.answer == "refused":
             reason = f"rank {request.peer} refused a link of group {request.group}: {verdict.reason}"
             raise LinkError(reason, request.peer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 
 from torch import Tensor
 from torch._C._distributed_c10d import Work
@@ -16,6 +17,7 @@ from tmd_worker.transport.channel import Channel, PairHost, deliver
 from tmd_worker.transport.collectives import LinkTable
 from tmd_worker.transport.dialing import LinkError
 from tmd_worker.transport.group import Group
+from tmd_worker.transport.labels import DIRECT, PAIR
 from tmd_worker.transport.link import Link
 from tmd_worker.transport.mailbox import Mailbox, MailboxClosed, Receive, deadline_after
 from tmd_worker.transport.opening import Attempt
@@ -68,7 +70,7 @@ class GroupPairs:
             channel = self._channels.get(place)
             if channel is None:
                 name = f"{self._group.name}-{self._group.ranks[place]}"
-                open_link = functools.partial(self._open, "pair", place)
+                open_link = functools.partial(self._open, PAIR, place)
                 channel = Channel(self._host, name, place, self.epoch, self._mailbox, self._group.timeout_s, open_link)
                 self._channels[place] = channel
             return channel
@@ -82,7 +84,7 @@ class GroupPairs:
         """
         for place in sorted(self._others - self._direct.keys()):
             try:
-                link = self._open("direct", place, table.epoch)
+                link = self._open(DIRECT, place, table.epoch)
             except LinkError as error:
                 self._host.opening_failed(table.epoch, error)
                 raise
@@ -99,7 +101,7 @@ class GroupPairs:
             with self._lock:
                 self._waiting.add(attempt)
         try:
-            label, shares = f"{self._group.name}#{use}", use == "direct"  # a pair has a thread for each direction
+            label, shares = self._group.name + use, use == DIRECT  # a pair has a thread for each direction
             return self._host.open_pair(self._group, label, self._group.ranks[place], attempt, shares=shares)
         finally:
             with self._lock:
@@ -139,13 +141,28 @@ class GroupPairs:
         self._end(waiting)
         return links
 
+    def finish(self, reason: str, wait_s: float) -> None:
+        """The group is being left: what was to be sent is waited for, so long at most; what waits to be received fails."""
+        for receive in self._mailbox.close():
+            receive.operation.fail(reason)
+        with self._lock:
+            channels = list(self._channels.values())
+        deadline_s = time.monotonic() + wait_s
+        for channel in channels:
+            channel.finish(max(deadline_s - time.monotonic(), 0))
+        for channel in channels:
+            channel.end()
+        with self._lock:
+            for attempt in self._waiting:
+                attempt.cancel(reason)
+
     def links(self) -> dict[str, dict[int, Link]]:
         """Label -> peer's global rank -> link."""
         ranks = self._group.ranks
         with self._lock:
             pairs = {ranks[place]: channel.link for place, channel in self._channels.items() if channel.link is not None}
             direct = {ranks[place]: link for place, link in self._direct.items()}
-        found = {f"{self._group.name}#pair": pairs, f"{self._group.name}#direct": direct}
+        found = {self._group.name + PAIR: pairs, self._group.name + DIRECT: direct}
         return {label: links for label, links in found.items() if links}
 
     @staticmethod
@@ -172,6 +189,19 @@ class PairBook:
         if known is not None:
             known.close()  # made by a call that came just after its epoch was closed
         return pairs
+
+    def finish(self, name: str, reason: str, wait_s: float) -> None:
+        """This group is being left, see GroupPairs."""
+        with self._lock:
+            pairs = self._groups.get(name)
+        if pairs is not None:
+            pairs.finish(reason, wait_s)
+
+    def forget(self, name: str) -> dict[str, dict[int, Link]]:
+        """Returns its links, as `links` does, which the caller closes."""
+        with self._lock:
+            pairs = self._groups.pop(name, None)
+        return {} if pairs is None else pairs.links()
 
     def switch(self, epoch: int, leavers: frozenset[int]) -> list[Link]:
         """The flip: returns the links to leavers, which nobody uses any more."""

@@ -12,7 +12,8 @@ from tmd.protocol.membership import Member
 from tmd_worker.threads import Spawn
 from tmd_worker.transport.connection import Connection
 from tmd_worker.transport.dialing import LinkError, dial
-from tmd_worker.transport.handshake import LINK, Hello, Verdict, new_nonce
+from tmd_worker.transport.handshake import ASKING, LINK, Hello, Verdict, new_nonce
+from tmd_worker.transport.labels import USE, Labels
 from tmd_worker.transport.listener import Listener
 from tmd_worker.transport.opening import RETRY_FIRST_S, RETRY_MAX_S, Inbox, Opener
 from tmd_worker.transport.tables import Tables
@@ -30,13 +31,24 @@ class Ports:
     """Links go to the inbox; every other kind of connection to its handler, in a thread of its own."""
 
     def __init__(
-        self, *, host: str, port_range: tuple[int, int] | None, key: bytes, incarnation: str, tables: Tables, spawn: Spawn
+        self,
+        *,
+        host: str,
+        port_range: tuple[int, int] | None,
+        key: bytes,
+        incarnation: str,
+        tables: Tables,
+        labels: Labels,
+        spawn: Spawn,
     ) -> None:
         self._key = key
         self._incarnation = incarnation
         self._tables = tables
+        self._labels = labels
         self._spawn = spawn
         self._handlers: dict[str, Handler] = {}
+        #: Called, in a thread of its own, with the name of a group that was left while a link of it came in.
+        self.left_over: Callable[[str], None] = lambda _: None
         self.inbox = Inbox()
         local_links = os.environ.get(LOCAL_LINKS, LOCAL_LINKS_DEFAULT)
         shares = local_links == "shm"
@@ -80,15 +92,26 @@ class Ports:
     def _judge(self, hello: Hello) -> Verdict:
         if hello.peer_incarnation != self._incarnation:
             return Verdict(answer="refused", reason=f"{hello.peer_incarnation} is not here, {self._incarnation} is")
-        if hello.kind == LINK:
-            return self._tables.judge(hello)
+        if hello.kind in (LINK, ASKING):
+            return self._judge_link(hello)
         if hello.kind in self._handlers:
             return Verdict(answer="ok")
         return Verdict(answer="retry", reason=f"nothing serves {hello.kind} connections here")
 
+    def _judge_link(self, hello: Hello) -> Verdict:
+        verdict = self._tables.judge(hello) if hello.kind == LINK else Verdict(answer="ok")
+        by = self._labels.over(hello.group)
+        if verdict.answer == "ok" and by is not None:
+            return Verdict(answer="gone", reason=f"group {hello.group} is over here", by=by)
+        if hello.kind == ASKING:
+            return Verdict(answer="retry", reason=f"group {hello.group} is not over here")
+        return verdict
+
     def _accept(self, connection: Connection, hello: Hello) -> None:
         if hello.kind == LINK:
             self.inbox.put(connection, hello)
+            if self._labels.over(hello.group) is not None:
+                self._spawn("left-over", lambda: self.left_over(hello.group.partition(USE)[0]))
             return
         handler, sock = self._handlers[hello.kind], connection.sock
         sock.settimeout(SERVED_TIMEOUT_S)

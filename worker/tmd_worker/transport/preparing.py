@@ -17,6 +17,7 @@ from tmd_worker.transport.dialing import LinkError
 from tmd_worker.transport.gloo import GlooGroup
 from tmd_worker.transport.group import Group
 from tmd_worker.transport.inner import InnerBroken, InnerGroup
+from tmd_worker.transport.labels import MEETING
 from tmd_worker.transport.nccl import NcclGroup
 from tmd_worker.transport.opening import Attempt, LinkRequest, Opener
 from tmd_worker.transport.rendezvous import Rendezvous
@@ -45,15 +46,23 @@ class Preparer:
         self._opener = opener
         self._spawn = spawn
 
-    def prepare(self, group: Group, membership: Membership, rank: int, attempt: Attempt) -> InnerGroup:
-        """All members must call it, in the same order for all groups. Raises LinkError or Cancelled."""
+    def prepare(self, group: Group, membership: Membership, rank: int, attempt: Attempt) -> InnerGroup | None:
+        """All members must call it, in the same order for all groups. None if a member has left it: `attempt.gone` says who.
+
+        Raises LinkError or Cancelled.
+        """
         hub = min(group.ranks)
         peers = [peer for peer in group.ranks if peer != rank] if rank == hub else [hub]
-        requests = [LinkRequest(f"{group.name}#meeting", peer, membership.members[peer]) for peer in peers]
+        requests = [LinkRequest(group.name + MEETING, peer, membership.members[peer]) for peer in peers]
         met = self._opener.open(requests, rank, attempt)
         store = Rendezvous(
             {request.peer: connection.sock for request, connection in met.items()}, hub=rank == hub, spawn=self._spawn
         )
+        if group.name in attempt.gone:
+            if rank == hub:
+                store.call_off(attempt.gone[group.name])
+            store.close(done=False)
+            return None
         making = _Making(_MAKERS[self._transport], store, self._host, group, attempt)
         self._spawn(f"make-{group.name}", making.run)
         try:
@@ -73,7 +82,8 @@ class _Making:
         self._attempt = attempt
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._error: Exception | None = None
+        #: Not the exception: its frames would keep what was half made.
+        self._error = ""
         #: Made, and perhaps still on its first collective.
         self.inner: InnerGroup | None = None
         self.abandoned = False
@@ -98,23 +108,29 @@ class _Making:
                 inner.abort()
                 inner.release()
         except (RuntimeError, OSError, InnerBroken) as error:
-            self._error = error
+            self._error = (str(error) or type(error).__name__).splitlines()[0]
         self._ended.set()
 
-    def result(self) -> InnerGroup:
-        """Raises LinkError or Cancelled."""
+    def result(self) -> InnerGroup | None:
+        """None if a member has left the group, which the attempt is told. Raises LinkError or Cancelled."""
         try:
-            while not self._ended.wait(_LOOK_S):
-                self._attempt.check()
-                if self._store.broken is not None:
-                    raise LinkError(self._said(self._store.broken))
-                if time.monotonic() > self._attempt.deadline_s:
-                    raise LinkError(self._said("not all members came in time"))
-            if self._error is not None:
-                raise LinkError(self._said(self._store.broken or str(self._error).splitlines()[0]))
+            return self._result()
         except LinkError:
             self._abandon()
-            raise
+            if self._store.gone is None:
+                raise
+            self._attempt.gone[self._group.name] = self._store.gone
+            return None
+
+    def _result(self) -> InnerGroup:
+        while not self._ended.wait(_LOOK_S):
+            self._attempt.check()
+            if self._store.broken is not None:
+                raise LinkError(self._said(self._store.broken))
+            if time.monotonic() > self._attempt.deadline_s:
+                raise LinkError(self._said("not all members came in time"))
+        if self._error:
+            raise LinkError(self._said(self._store.broken or self._error))
         assert self.inner is not None
         return self.inner
 

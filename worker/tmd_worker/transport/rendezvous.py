@@ -29,9 +29,9 @@ class MeetingBroken(ConnectionError):
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """`set`: this key has this value. `done`: the sender needs nothing more."""
+    """`set`: this key has this value. `done`: the sender needs nothing more. `gone`: rank `value` has destroyed the group."""
 
-    kind: Literal["set", "done"]
+    kind: Literal["set", "done", "gone"]
     key: str = ""
     value: bytes = b""
 
@@ -55,6 +55,8 @@ class Rendezvous(Store):
         self._values: dict[str, bytes] = {}
         self._broken: str | None = None
         self._closing = False
+        #: The rank that has destroyed the group, if one has.
+        self.gone: int | None = None
         for peer, sock in self._sockets.items():
             sock.settimeout(None)
             spawn(f"rendezvous-{peer}", lambda peer=peer, sock=sock: self._read(peer, sock))  # type: ignore[misc]
@@ -104,6 +106,12 @@ class Rendezvous(Store):
         """Every wait ends, here and on the other members. From any thread."""
         self._break(reason)
 
+    def call_off(self, by: int) -> None:
+        """At the hub: the group is not made, for rank `by` has destroyed it."""
+        with self._changed:
+            self._closing = True  # whoever has been told hangs up, which must not keep the others from being told
+        self._send_all(_Word("gone", value=str(by).encode()), but=None)
+
     def close(self, *, done: bool) -> None:
         """`done`: this member has made its group; otherwise the others will not make theirs."""
         if done:
@@ -123,6 +131,10 @@ class Rendezvous(Store):
             while data := sock.recv(_READ_BYTES):
                 for word in reader.feed(data):
                     if word.kind == "done":
+                        return
+                    if word.kind == "gone":
+                        self.gone = int(word.value)
+                        self._break(f"rank {self.gone} has destroyed the group")
                         return
                     self._keep(word.key, word.value, told_by=peer)
             reason = f"rank {peer} left before the group was made"

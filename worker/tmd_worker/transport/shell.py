@@ -38,6 +38,9 @@ def _create(options: Any, _backend_options: Any = None) -> TmdProcessGroup:
 class TmdProcessGroup(ReducingGroup, MovingGroup, MessagingGroup):
     """The stable shell. It answers with this process's present role, which a standby takes in place."""
 
+    #: PyTorch's name for it.
+    _called = ""
+
     def getBackendName(self) -> str:
         return BACKEND
 
@@ -59,8 +62,8 @@ class TmdProcessGroup(ReducingGroup, MovingGroup, MessagingGroup):
     def _set_group_name(self, name: str) -> None:
         """torch.distributed names a group right after making it: only now do all members mean the same one."""
         super()._set_group_name(name)  # type: ignore[arg-type]
-        self._group.name = name
-        self._fabric.add_group(self._group)
+        self._called = name
+        self._fabric.add_group(self._group, name)
 
     def _get_backend(self, device: Any) -> TmdProcessGroup:  # type: ignore[override]
         """The group is its own backend, for the CPU. PyTorch 2.14 asks it what it supports, `batch_isend_irecv` for example, and
@@ -71,13 +74,15 @@ class TmdProcessGroup(ReducingGroup, MovingGroup, MessagingGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        return self._group.name
+        return self._called
 
     def shutdown(self) -> None:
-        """Keeps the links: another member may be in a collective still. They close with the process."""
+        """No call follows. Returns at once: what is under way goes on to its end, and links close once both ends have left."""
+        self._fabric.leave(self._group)
 
     def abort(self) -> None:
         """As shutdown: tmd itself decides when links close."""
+        self.shutdown()
 
     def set_timeout(self, timeout: Any) -> None:
         self._group.timeout_s = timeout.total_seconds()

@@ -71,9 +71,17 @@ class Standing:
                 taken.append(shelf.pop(key).remains())
         return taken
 
+    def sets(self) -> list[LinkSet]:
+        """Those and the staged ones: all but what is left over."""
+        return [*self.usable(), *self.staged.values()]
+
+    def incarnations(self) -> set[str]:
+        """Of all members of these."""
+        return {member.incarnation for links in self.sets() for member in links.membership.members.values()}
+
     def links(self) -> Iterator[Link]:
         """All that are open."""
-        for links in (*self.usable(), *self.staged.values()):
+        for links in self.sets():
             yield from links.all_links()
         for remains in self._replaced:
             yield from remains.links
