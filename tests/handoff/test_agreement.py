@@ -19,7 +19,18 @@ from tmd_worker.handoff.digests import Digests
 from tmd_worker.handoff.probe import Transports
 from tmd_worker.handoff.pulling import Puller
 from tmd_worker.handoff.tcp import Tcp
-from tmd_worker.handoff.transfer import CHUNK_BYTES, Chunk, Dial, Memory, Region, TransferFailed, Transport, Work, split
+from tmd_worker.handoff.transfer import (
+    CHUNK_BYTES,
+    Chunk,
+    Dial,
+    Memory,
+    Region,
+    SharedChunks,
+    TransferFailed,
+    Transport,
+    Work,
+    split,
+)
 from tmd_worker.handoff.wire import view_of
 from tmd_worker.state.receiving import make_sure
 
@@ -249,6 +260,57 @@ def test_a_transport_that_stalls_is_given_up_while_the_source_still_waits() -> N
     assert dialing_s
     assert stalling.read_timeouts_s == [DEADLINE_S / 3]
     assert max(dialing_s) <= DEADLINE_S / 3
+
+
+class Stalling(Pretended):
+    """Takes one chunk and sits on it until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds, self.may_end = threading.Event(), threading.Event()
+
+    def read(self, regions: Sequence[Region], memory: Sequence[Memory], work: Work, timeout_s: float) -> None:
+        chunk = work.take()
+        assert chunk is not None
+        self.holds.set()
+        assert self.may_end.wait(DEADLINE_S)
+        work.give_back(chunk)
+        raise TransferFailed("rdma: this end was closed")
+
+    def close(self) -> None:
+        self.may_end.set()
+        super().close()
+
+
+def test_a_source_that_is_late_is_closed_by_the_other_s_thread_and_does_not_go_on_over_tcp() -> None:
+    stalling = Stalling()
+    with ends([bytes(2 * CHUNK_BYTES)], theirs=[Pretended()], ours=[stalling]) as both:
+        agreement, _ = both.agree()
+        assert isinstance(agreement, Agreement)
+        shared = SharedChunks(split([2 * CHUNK_BYTES]), patience_s=0.05)
+        puller = Puller(agreement, {"rdma": []}, both.pair.joiner_memory.memory, lambda _: None, DEADLINE_S)
+        failed: list[str] = []
+
+        def move() -> None:
+            try:
+                puller.move(shared)
+            except TransferFailed as error:
+                failed.append(str(error))
+
+        late = threading.Thread(target=move)
+        late.start()
+        assert stalling.holds.wait(DEADLINE_S)
+        other = Work(shared)
+        for _ in range(2):
+            chunk = other.take()
+            assert chunk is not None
+            other.landed(chunk)
+        assert other.take() is None
+        late.join(DEADLINE_S)
+        assert not late.is_alive()
+    assert len(failed) == 1
+    assert failed[0].startswith("it was late")
+    assert puller.bytes_by_transport == {}
 
 
 def test_chunks_that_arrived_damaged_are_read_again_over_tcp() -> None:
