@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
+from tests.handoff.meeting import MeetingChunks
 from tests.handoff.memory import Buffers
 from tests.handoff.rig import DEADLINE_S, dial_port
 from tests.handoff.source_program import JOINERS, contents
 from tmd_worker.handoff.agreement import Agreement
 from tmd_worker.handoff.pulling import Puller
 from tmd_worker.handoff.tcp import Tcp
-from tmd_worker.handoff.transfer import CHUNK_BYTES, Chunk, Region, SharedChunks, TransferFailed, split
+from tmd_worker.handoff.transfer import CHUNK_BYTES, Chunk, Region, TransferFailed, split
 
 ROOT = Path(__file__).resolve().parents[2]
 #: So many chunks that no source has asked for all of them before the other begins.
@@ -60,7 +61,7 @@ class Joiner:
 
     def __init__(self, agreements: list[Agreement], landed: Callable[[int, Chunk], None], patience_s: float) -> None:
         self.memory = Buffers.empty(SIZES)
-        self._shared = SharedChunks(split(SIZES), patience_s)
+        self._shared = MeetingChunks(split(SIZES), patience_s)
         regions = [Region(0, size, entry) for entry, size in enumerate(SIZES)]
         self.pullers = [
             Puller(agreement, {"tcp": regions}, self.memory.memory, functools.partial(landed, number), DEADLINE_S)

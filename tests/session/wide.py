@@ -1,14 +1,12 @@
 """A training script for the tests whose state has many chunks, so that a joiner has something to draw from each of its sources.
 
-Arguments: folder, steps. Writes digest-<rank>.txt at the end. A joiner reads nothing before two sources take part, as if its wire
-were slow beside the dialing: on this machine one source may bring everything before another has answered.
+Arguments: folder, steps. Writes digest-<rank>.txt at the end. A joiner reads nothing before two sources take part.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,27 +14,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.handoff.meeting import MeetingChunks
 from tmd_worker import Session, faults
-from tmd_worker.handoff.transfer import Chunk, SharedChunks
 from tmd_worker.state import receiving
 
 WIDTH, LAYERS = 1024, 8
-#: After it the sources that are there go on alone.
-MEET_S = 20.0
-
-
-class MeetingChunks(SharedChunks):
-    """Dealt once two readers ask for them."""
-
-    asking: set[int] = set()
-    met = threading.Condition()
-
-    def take(self, reader: int, *, wait: bool) -> Chunk | None:
-        with self.met:
-            self.asking.add(reader)
-            self.met.notify_all()
-            self.met.wait_for(lambda: len(self.asking) > 1, MEET_S)
-        return super().take(reader, wait=wait)
 
 
 def batch(position: int, rank: int) -> torch.Tensor:
