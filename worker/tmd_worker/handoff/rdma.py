@@ -30,8 +30,11 @@ from tmd_worker.handoff.transfer import Chunk, Dial, Memory, Region, TransferFai
 
 #: Chunks that are asked for at once: 16 MiB. Measured: 64 MiB overran the receiving side of soft RoCE, and were sent again.
 CHUNKS_UNDER_WAY = 4
-#: How long the reader sleeps when nothing has arrived.
+#: How long somebody sleeps between two looks for what has arrived: at least, and at most, so that trouble is seen soon.
 _LOOK_S = 0.0002
+_LONGEST_LOOK_S = 0.005
+#: Of the time that a chunk takes: looking costs the CPU that soft RoCE needs itself, and the other chunks are on their way.
+_LOOKS_PER_CHUNK = 4
 _PROBE_BYTES = 1 << 20
 _TRIAL_BYTES = 4096
 
@@ -209,9 +212,10 @@ class RdmaJoiner(_End):
         if [region.size_bytes for region in regions] != [part.size_bytes for part in memory]:
             raise TransferFailed("rdma: the source exports other sizes than are to be read")
         under_way: dict[int, tuple[Chunk, float]] = {}
+        pace = _Pace()
         try:
             self.prepare(memory)
-            while self._step(regions, memory, work, under_way, timeout_s):
+            while self._step(regions, memory, work, under_way, pace, timeout_s):
                 pass
         except TransferFailed:
             self._closed = True
@@ -228,6 +232,7 @@ class RdmaJoiner(_End):
         memory: Sequence[Memory],
         work: Work,
         under_way: dict[int, tuple[Chunk, float]],
+        pace: _Pace,
         timeout_s: float,
     ) -> bool:
         """Asks for what may be asked for, and takes what has arrived. False: nothing is left to do. Raises TransferFailed."""
@@ -250,8 +255,10 @@ class RdmaJoiner(_End):
                     f"rdma: {chunk.size_bytes} bytes did not come in {timeout_s} s: the source or the network is too slow or gone"
                 )
             break  # the others were asked for later
-        if not arrived:
-            time.sleep(_LOOK_S)
+        if arrived:
+            pace.arrived(len(arrived))
+        else:
+            pace.wait()
         return True
 
     def _has_room(self) -> bool:
@@ -276,6 +283,23 @@ class RdmaJoiner(_End):
         if self._queues is None:
             raise TransferFailed("rdma: this end has no connection")
         return self._queues
+
+
+class _Pace:
+    """How often it pays to look whether something has arrived."""
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+        self._look_s = _LOOK_S
+
+    def arrived(self, chunks: int) -> None:
+        now_s = time.monotonic()
+        chunk_s = (now_s - self._since_s) / chunks
+        self._since_s = now_s
+        self._look_s = min(max(chunk_s / _LOOKS_PER_CHUNK, _LOOK_S), _LONGEST_LOOK_S)
+
+    def wait(self) -> None:
+        time.sleep(self._look_s)
 
 
 class _Area:
