@@ -136,8 +136,9 @@ def write_initrd(target: Path, start: Path) -> None:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The places that the guests need and that lie in it."""
-    return sorted({path for path in (ROOT, Path(sys.prefix)) if path.is_relative_to(folder)})
+    """The places that the guests need and that lie in it, each as a whole."""
+    needed = {ROOT, Path(sys.prefix).resolve()}
+    return sorted(path for path in needed if path.is_relative_to(folder) and ROOT not in path.parents)
 
 
 class VirtualMachine:

@@ -88,6 +88,7 @@ def test_a_link_that_goes_down_on_the_sources_side_ends_by_deadline_and_the_rest
     assert "the source does not answer" in found["reason"] or "did not come in" in found["reason"]
     assert found["missing"] > 0
     assert found["equal"]
+    assert found["guarded"]
 
 
 def test_a_joiner_that_is_killed_harms_nobody(results: Results) -> None:

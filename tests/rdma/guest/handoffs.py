@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import socket
 import subprocess
@@ -86,16 +87,24 @@ class Handoff:
         self.source.ask("close", transport=self.transport)
 
 
-def after_chunks(count: int, act: Callable[[], None]) -> Callable[[Chunk], None]:
+class AfterChunks:
     """For `Work`: does something once, in the middle: when so many chunks have landed."""
-    landed = [0]
 
-    def count_one(_: Chunk) -> None:
-        landed[0] += 1
-        if landed[0] == count:
-            act()
+    def __init__(self, count: int, act: Callable[[], Any]) -> None:
+        self._left = count
+        self._act = act
+        self._done_s = math.inf
 
-    return count_one
+    def __call__(self, _: Chunk) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._act()
+            self._done_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was done."""
+        return round(time.monotonic() - self._done_s, 1)
 
 
 def data_device() -> str:
