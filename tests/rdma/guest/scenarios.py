@@ -32,7 +32,7 @@ from tests.rdma.guest.handoffs import (
 )
 from tests.rdma.guest.lines import DATA_NETWORK, SOURCES, dial, report
 from tests.rdma.guest.tensors import Tensors
-from tmd_worker.handoff import rdma, rdma_ports, verbs
+from tmd_worker.handoff import rdma, rdma_ports, rdma_queues, verbs
 from tmd_worker.handoff.rdma import Answer, Rdma
 from tmd_worker.handoff.transfer import Region, TransferFailed
 
@@ -46,6 +46,7 @@ WR_RDMA_WRITE = 0
 NOBODY = 65534
 BOOT_TIMEOUT_S = 600.0
 HANGS_S = 240.0
+MEASURING_TIMEOUT_S = 180.0
 
 
 def probe() -> dict[str, Any]:
@@ -269,14 +270,15 @@ def joiner_killed() -> dict[str, Any]:
 
 
 def bandwidth() -> dict[str, Any]:
-    """What `read` moves a second against perftest's ib_read_bw, in turns, both with reads of 4 MiB."""
+    """What `read` moves a second against perftest's ib_read_bw, in turns, both with reads of 4 MiB, and equally patient."""
     port = rdma_ports.best(rdma_ports.ports())
     assert port is not None
     gid = rdma_ports.gid_for(port)
     assert gid is not None
     sizes = [64 * MIB]
     source = Source(sizes)
-    common = ["ib_read_bw", "-d", port.device, "-x", str(gid.index), "-s", str(4 * MIB), "-n", "16", "-F", "-p"]
+    common = ["ib_read_bw", "-d", port.device, "-x", str(gid.index), "-s", str(4 * MIB), "-n", "16", "-F"]
+    common += ["-u", str(rdma_queues.ANSWER_EXPONENT), "-p"]
     theirs, ours = [], []
     for turn in range(3):
         argv = [*common, str(18515 + turn)]
@@ -294,7 +296,7 @@ def _ib_read_bw(argv: list[str]) -> float:
     """Its average, MiB/s. Its server may not listen yet."""
     deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=CONNECT_TIMEOUT_S)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=MEASURING_TIMEOUT_S)
         if done.returncode == 0:
             row = next(line.split() for line in done.stdout.splitlines() if line.split()[:1] == [str(4 * MIB)])
             return float(row[3])

@@ -29,7 +29,7 @@ _READS = 16
 #: 4.096 µs · 2**18 = 1.1 s without an answer, then again six times: a short flap of a link and a peer that is starved of CPU are
 #: survived, a dead peer ends it in about 8 s (a device may take four times that). The control channel usually knows earlier, and
 #: closes the end. Seven, the most, would be endless with soft RoCE.
-_ANSWER_EXPONENT = 18
+ANSWER_EXPONENT = 18
 _RETRIES = 6
 _NOT_READY_TIMER = 12
 _HOPS = 64
@@ -154,7 +154,7 @@ class Queues:
         attributes.path_mtu = min(peer.mtu, int(self._device.attributes.active_mtu))
         attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = number, first, own
         attributes.max_rd_atomic = attributes.max_dest_rd_atomic = max(1, min(peer.reads, self.endpoint.reads))
-        attributes.timeout, attributes.retry_cnt = _ANSWER_EXPONENT, _RETRIES
+        attributes.timeout, attributes.retry_cnt = ANSWER_EXPONENT, _RETRIES
         attributes.rnr_retry, attributes.min_rnr_timer = _RETRIES, _NOT_READY_TIMER
         route = modules.addr.GlobalRoute(dgid=modules.addr.GID(peer.gid), sgid_index=self._gid.index, hop_limit=_HOPS)
         is_global = port.link_layer == ETHERNET or not peer.lid  # InfiniBand's own subnet goes by its local identifiers
