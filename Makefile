@@ -8,10 +8,10 @@ SEEDS ?= 0:1500
 TORCH ?= 2.14.1
 # Where this project's Python is: a script of your own beside it is nobody's business.
 PYTHON_CODE := setup.py tmd worker migrations tests bench examples
-STAGES := lint fast daemon munge transport session simulator slurm e2e soak install
+STAGES := lint fast daemon munge transport session simulator slurm rdma e2e soak install
 
 .PHONY: help setup setup-tests setup-slurm setup-rdma plugins install demo soak bench-collectives bench-handoff slurm-up slurm-down test test-fast \
-	test-slurm test-rdma test-pyslurm test-torch lint clean $(addprefix stage-,$(STAGES) rdma)
+	test-slurm test-rdma test-pyslurm test-torch lint clean $(addprefix stage-,$(STAGES))
 
 help:
 	@echo "make demo       the whole thing in one command: a training run outlives a drained and a killed node"
@@ -75,7 +75,6 @@ test-slurm: setup setup-slurm
 	@rm -rf out/stages out/flaky
 	@$(MAKE) --no-print-directory stage-slurm
 
-# Not yet a stage of `make test`: it has not passed as a whole in one run.
 test-rdma: setup setup-rdma
 	@rm -rf out/stages out/flaky
 	@$(MAKE) --no-print-directory stage-rdma
@@ -84,7 +83,7 @@ test-rdma: setup setup-rdma
 test-pyslurm: setup setup-slurm
 	@scripts/test-pyslurm
 
-test: setup-tests setup-slurm
+test: setup-tests setup-slurm setup-rdma
 	@rm -rf out/stages out/flaky
 	@for stage in $(STAGES); do $(MAKE) --no-print-directory stage-$$stage || exit 1; done
 	@scripts/stages-complete $(STAGES)
