@@ -315,7 +315,8 @@ def _sources(job: Job, target: int, recovery: Recovery) -> dict[int, Source]:
     living = {rank: process.node for rank, process in job.holders().items() if process.can_reach(target)}
     joiners = job.holders().keys() - living.keys()
     found = {}
-    for rank, replicas in sourcing.choose(joiners, living, recovery.failed_nodes, job.failed_attempts).items():
+    near = sourcing.nearness({name: node.labels for name, node in job.nodes.items()}, recovery.failed_nodes)
+    for rank, replicas in sourcing.choose(joiners, living, near, job.failed_attempts).items():
         buddy = job.buddy(rank)
         found[rank] = Source(
             replica_rank=replicas[0] if replicas else None,

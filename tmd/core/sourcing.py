@@ -2,6 +2,7 @@
 
 Contract: every replica has the same bytes, so the choice is about who can still be relied on, and about wires. In this order:
 - Nobody on a node where a rank was lost, unless there is nobody else: what struck that node may strike again.
+- Those that share the fewest failure domains (labels of nodes: rack, zone) with such a node, as soon as there are LEAST of them.
 - One rank of each node before a second one of any: ranks of a node share its network.
 - The joiners share the sources out among themselves, as far as there are enough: pairs that run side by side, each at its own
   speed. But each gets LEAST of them if there are, so that one that fails in the middle leaves its rest to another.
@@ -10,6 +11,7 @@ Contract: every replica has the same bytes, so the choice is about who can still
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping
 
 #: The most for one joiner: its own network is full long before, and each costs three connections.
@@ -17,11 +19,17 @@ MOST = 4
 LEAST = 2
 
 
-def choose(joiners: Collection[int], living: Mapping[int, str], failed_nodes: Collection[str], turn: int) -> dict[int, list[int]]:
-    """Rank that joins -> its sources, best first; empty: there is none. `living`: rank -> its node. `turn`: how many attempts
-    have failed; another one begins with others."""
-    sound = {rank: node for rank, node in living.items() if node not in failed_nodes}
-    candidates = _spread(sound or living)
+def nearness(nodes: Mapping[str, Mapping[str, str]], failed: Collection[str]) -> dict[str, float]:
+    """`nodes`: node -> its labels. Node -> how many of them it shares with one that failed; infinite for such a one itself."""
+    lost = [nodes[node].items() for node in failed if node in nodes]
+    shared = {node: max((len(labels.items() & each) for each in lost), default=0) for node, labels in nodes.items()}
+    return {**shared, **dict.fromkeys(failed, math.inf)}
+
+
+def choose(joiners: Collection[int], living: Mapping[int, str], near: Mapping[str, float], turn: int) -> dict[int, list[int]]:
+    """Rank that joins -> its sources, best first; empty: there is none. `living`: rank -> its node. `near`: see `nearness`; 0 for
+    nodes that are missing. `turn`: how many attempts have failed; another one begins with others."""
+    candidates = _spread(_apart(living, near))
     if not candidates:
         return {rank: [] for rank in joiners}
     share = min(max(len(candidates) // max(len(joiners), 1), LEAST), MOST, len(candidates))
@@ -29,6 +37,16 @@ def choose(joiners: Collection[int], living: Mapping[int, str], failed_nodes: Co
         rank: [candidates[(place * share + turn + number) % len(candidates)] for number in range(share)]
         for place, rank in enumerate(sorted(joiners))
     }
+
+
+def _apart(living: Mapping[int, str], near: Mapping[str, float]) -> dict[int, str]:
+    """Those that are farthest from what failed, LEAST of them if there are."""
+    chosen: dict[int, str] = {}
+    for distance in sorted({near.get(node, 0.0) for node in living.values()}):
+        if len(chosen) >= LEAST or (chosen and math.isinf(distance)):
+            break
+        chosen |= {rank: node for rank, node in living.items() if near.get(node, 0.0) == distance}
+    return chosen
 
 
 def _spread(living: Mapping[int, str]) -> list[int]:
