@@ -18,7 +18,7 @@ help:
 	@echo "make soak N=20  N demo runs with random moments of drain and kill, all must be bit-identical"
 	@echo "make bench-collectives  collectives against gloo's, into out/bench/collectives.json"
 	@echo "make bench-handoff  how fast a state moves, and what a migration stops for, into out/bench/handoff.json"
-	@echo "make test-fast  lint and the tests without database, real ranks and stacks"
+	@echo "make test-fast  lint and the tests without database server and long runs of ranks"
 	@echo "make test-slurm  the tests on a real Slurm cluster, started and stopped on this machine (as root), of Debian's Slurm"
 	@echo "                or of the one that TMD_TEST_SLURM_PREFIX=/opt/slurm names; so do slurm-up and test-pyslurm"
 	@echo "make test-rdma  the transfer of states over RDMA, in virtual machines with soft RoCE (as root, for its packages)"

@@ -20,13 +20,13 @@ import pytest
 from tmd.cli.main import main as tmctl
 from tmd.config import Config
 from tmd.daemon.main import main as tmd
-from tmd.protocol import agent, control, health, membership, proofs, rank
+from tmd.protocol import agent, control, handoff, health, membership, proofs, rank
 from tmd_worker.agent.main import tmd_run
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS: dict[str, click.Command] = {"tmctl": tmctl, "tmd": tmd, "tmd-run": tmd_run}
-PROTOCOL_MODULES = (agent, control, health, membership, proofs, rank)
+PROTOCOL_MODULES = (agent, control, handoff, health, membership, proofs, rank)
 
 _LINK = re.compile(r"\[[^\]\[]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)

@@ -21,7 +21,7 @@ class SlurmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     bin_dir: Annotated[
         str,
         Meta(
-            description="Where scontrol and squeue are.",
+            description="Where scontrol and squeue are, with standby_reservation scancel too.",
             extra={"default": "PATH", "example": '"/opt/slurm/bin"'},
         ),
     ] = ""

@@ -30,7 +30,7 @@ from tmd_worker.handoff.transfer import CHUNK_PIECES, Chunk, Dial, Memory, Piece
 from tmd_worker.handoff.wire import Wire, view_of
 from tmd_worker.threads import start_thread
 
-#: Measured: two are faster than one, four are not faster than two (docs/measurements.md).
+#: On loopback two are faster than one, and four are not faster than two.
 STREAMS = 2
 #: Chunks that a connection has asked for and not got, so that the source never waits for the next request.
 DEPTH = 4
