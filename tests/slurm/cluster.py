@@ -141,7 +141,7 @@ class SlurmCluster:
         self.start_part(node, "-b")
 
     def settle(self) -> None:
-        """Back to the beginning, for the next test: no job, no drain, every part runs and every node is IDLE."""
+        """Back to the beginning, for the next test: no job, no reservation, no drain, every part runs and every node is IDLE."""
         for part in self._parts:
             if not self._running.alive(part):
                 self.start_part(part)
@@ -161,6 +161,9 @@ class SlurmCluster:
             self.run("scancel", *jobs, check=False)
             # A step that lost one of its nodes would wait for that node's word for a minute.
             self._kill_steps()
+        # A slurmctld that was killed has forgotten that one was deleted a moment before.
+        for name in re.findall(r"^ReservationName=(\S+)", self.run("scontrol", "-o", "show", "reservation").stdout, re.MULTILINE):
+            self.run("scontrol", "delete", f"reservationname={name}", check=False)
         states = self.states()
         for node, state in states.items():
             if any(word in state for word in ("DRAIN", "FAIL", "DOWN")):
