@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
 
 from tmd_worker.transport.inner import InnerBroken
+from tmd_worker.transport.releasing import give_back
 from tmd_worker.transport.rendezvous import Rendezvous
 from tmd_worker.transport.tensors import Reduction, byte_view, combine, finish, flat, put_back
 
@@ -176,7 +177,11 @@ class GlooGroup:
                     _shut(sock)
 
     def release(self) -> None:
-        self._backend = None
+        give_back(self._take)
+
+    def _take(self) -> object:
+        backend, self._backend = self._backend, None
+        return backend
 
     def _owns(self, sock: socket.socket) -> bool:
         """Connected, and one end is the port of a member's device."""

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,17 +25,19 @@ from tmd_worker.transport.ending import Ending
 from tmd_worker.transport.epochs import LinkSet, Remains
 from tmd_worker.transport.group import Group
 from tmd_worker.transport.inner import InnerGroup
-from tmd_worker.transport.labels import OWN, PAIR, USE, Labels
+from tmd_worker.transport.labels import MEETING, OWN, PAIR, USE, Labels
 from tmd_worker.transport.link import Link
 from tmd_worker.transport.pairs import PairBook
 from tmd_worker.transport.ports import Ports
+from tmd_worker.transport.rendezvous import turn_away
 from tmd_worker.transport.standing import Standing
 from tmd_worker.transport.tables import Tables
 
 #: The kind of the connection on which a member says that it has left.
 LEAVING = "leaving"
-#: How long one member is tried.
+#: How long one member is tried, and how long all of them that could not be told at first.
 TELL_S = 10.0
+_TELL_AGAIN_S = 0.05
 _LEFT, _STAYS = b"L", b"S"
 
 
@@ -53,6 +56,7 @@ class _Shared:
     """What this process still shares with one other member of a group that it has left."""
 
     member: Member
+    peer: int
     epoch: int
     links: list[Link] = dataclasses.field(default_factory=list)
 
@@ -173,7 +177,7 @@ class Departures:
     @staticmethod
     def _share(left: _Left, links: LinkSet, peer: int) -> _Shared:
         member = links.membership.members[peer]
-        shared = left.shared.setdefault(member.incarnation, _Shared(member, links.epoch))
+        shared = left.shared.setdefault(member.incarnation, _Shared(member, peer, links.epoch))
         shared.epoch = max(shared.epoch, links.epoch)
         return shared
 
@@ -182,11 +186,14 @@ class Departures:
         for hello, connection in self._ports.inbox.claim(left.group.name):
             table = self._tables.of(hello.epoch)
             member = table.members.get(hello.rank) if table is not None else None
+            if hello.group.endswith(MEETING):
+                turn_away(connection.sock, left.farewell.by)
+                continue
             if member is None or member.incarnation != hello.incarnation:
                 connection.close()
                 continue
             link = Link(connection, peer=hello.rank, epoch=hello.epoch, timeout_s=left.group.timeout_s)
-            left.shared.setdefault(hello.incarnation, _Shared(member, hello.epoch)).links.append(link)
+            left.shared.setdefault(hello.incarnation, _Shared(member, hello.rank, hello.epoch)).links.append(link)
             if hello.group.endswith(PAIR):
                 left.talking.append(link)
 
@@ -197,25 +204,54 @@ class Departures:
             self._ending.watch(link)
 
     def _tell_all(self, name: str) -> None:
-        with self._lock:
-            left = self._left.get(name)
-            members = [shared.member for shared in left.shared.values()] if left is not None else []
-        for member in members:
-            if left is not None and self._tell(member, left.farewell):
-                self._member_left(name, member.incarnation)
+        """Each member that it shares something with, and again those that could not be told, as long as it shares something."""
+        told: set[str] = set()
+        missed: set[str] = set()
+        until_s = time.monotonic() + TELL_S
+        pause_s = _TELL_AGAIN_S
+        while (untold := self._untold(name, told)) and time.monotonic() < until_s:
+            if any(member.incarnation in missed for member, _ in untold):
+                time.sleep(pause_s)
+                pause_s *= 2
+            for member, farewell in untold:
+                answer = self._tell(member, farewell)
+                if answer is None:
+                    missed.add(member.incarnation)
+                    continue
+                told.add(member.incarnation)
+                self._end_talk(name, member.incarnation)
+                if answer == _LEFT:
+                    self._member_left(name, member.incarnation)
         with self._lock:
             self._settle(name)
-            if left is not None:
-                for link in left.talking:  # what follows the last message is the end, also for who waits for another one
-                    link.stream.shut(socket.SHUT_WR)
 
-    def _tell(self, member: Member, farewell: Farewell) -> bool:
-        """True if it has left as well."""
+    def _untold(self, name: str, told: set[str]) -> list[tuple[Member, Farewell]]:
+        """Those that are still to be told, beginning with the next rank: not all members at the same one."""
+        with self._lock:
+            left = self._left.get(name)
+            if left is None:
+                return []
+            own, size = left.group.ranks[left.group.rank], max(left.group.ranks) + 1
+            ordered = sorted(left.shared.values(), key=lambda shared: (shared.peer - own) % size)
+            return [(shared.member, left.farewell) for shared in ordered if shared.member.incarnation not in told]
+
+    def _tell(self, member: Member, farewell: Farewell) -> bytes | None:
+        """Its answer; None if it could not be told."""
         try:
             with self._ports.connect(member, LEAVING, msgspec.to_builtins(farewell), TELL_S) as sock:
-                return sock.recv(1) == _LEFT
+                return sock.recv(1) or None
         except (LinkError, OSError):
-            return False  # its links tell whether it lives
+            return None  # its links tell whether it lives
+
+    def _end_talk(self, name: str, incarnation: str) -> None:
+        """What follows the last message is the end, also for who waits for another one."""
+        with self._lock:
+            left = self._left.get(name)
+            shared = left.shared.get(incarnation) if left is not None else None
+            if left is not None and shared is not None:
+                for link in shared.links:
+                    if link in left.talking:
+                        link.stream.shut(socket.SHUT_WR)
 
     # ---------------------------------------------------------------- others leave
 
@@ -225,7 +261,9 @@ class Departures:
         farewell = msgspec.convert(fields, Farewell)
         with self._lock:
             over = self._labels.over(farewell.group) is not None
-            hopeless = None if over else self._note(incarnation, farewell)
+            # One that was replaced may still run somewhere; its word counts for nothing.
+            heard = not over and self._tables.knows(incarnation)
+            hopeless = self._note(incarnation, farewell) if heard else None
         try:
             with sock:
                 sock.sendall(_LEFT if over else _STAYS)
@@ -253,9 +291,9 @@ class Departures:
 
         `by_label`: by the label of the group, or of a use of it, and the global rank.
         """
-        for label, by_peer in by_label.items():
+        for label, by_peer in list(by_label.items()):  # a set may be added to meanwhile
             heard = self._heard.get(label.partition(USE)[0], {})
-            for peer, link in by_peer.items():
+            for peer, link in list(by_peer.items()):
                 farewell = heard.get(membership.members[peer].incarnation)
                 if farewell is not None:
                     link.farewell = str(GroupGone(farewell.group, farewell.by))

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
 
 from tmd_worker.transport.inner import InnerBroken
+from tmd_worker.transport.releasing import give_back
 from tmd_worker.transport.rendezvous import Rendezvous
 from tmd_worker.transport.tensors import Reduction
 
@@ -140,7 +141,11 @@ class NcclGroup:
     def release(self) -> None:
         """By abort: NCCL's orderly end is a collective, and the leaver does not take part in it."""
         self.abort()
-        self._backend = None
+        give_back(self._take)
+
+    def _take(self) -> object:
+        backend, self._backend = self._backend, None
+        return backend
 
 
 def _operator(kind: Reduction) -> Any:

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 from tmd.protocol.membership import Member
 from tmd_worker.transport.connection import Connection
 from tmd_worker.transport.dialing import Cancelled, CannotConnect, LinkError, Unreached, dial
 from tmd_worker.transport.handshake import ASKING, LINK, Hello, Verdict, new_nonce
-from tmd_worker.transport.labels import OWN, USE
+from tmd_worker.transport.labels import OWN, USE, Labels
 from tmd_worker.transport.segment import Offer
 
 #: Pauses between attempts at a peer that has not heard of the epoch yet.
@@ -80,7 +82,11 @@ class Attempt:
 
     def learn(self, request: LinkRequest, verdict: Verdict) -> None:
         """The peer has left the group."""
-        self.gone[request.group.partition(USE)[0]] = request.peer if verdict.by == OWN else verdict.by
+        self.lose(request.group, request.peer if verdict.by == OWN else verdict.by)
+
+    def lose(self, group: str, by: int) -> None:
+        """Rank `by` has destroyed the group, of which this is the label or that of a use of it."""
+        self.gone[group.partition(USE)[0]] = by
 
     def forget_socket(self) -> None:
         with self._changed:
@@ -143,10 +149,11 @@ class Inbox:
     def put(self, connection: Connection, hello: Hello) -> None:
         with self._changed:
             before, after = self._flip
-            key = (hello.group, after if hello.epoch == before else hello.epoch, hello.rank, hello.incarnation)
+            counted = msgspec.structs.replace(hello, epoch=after) if hello.epoch == before else hello
+            key = (counted.group, counted.epoch, counted.rank, counted.incarnation)
             _, useless = self._connections.pop(key, (hello, None))
             if hello.epoch > self._closed_epoch:
-                self._connections[key] = hello, connection
+                self._connections[key] = counted, connection
                 self._changed.notify_all()
             else:
                 useless = connection  # closed since it was judged
@@ -184,8 +191,9 @@ class Inbox:
         with self._changed:
             self._flip = (before, after)
             for group, _, rank, incarnation in [key for key in self._connections if key[1] == before]:
-                connection = self._connections.pop((group, before, rank, incarnation))
-                self._connections.setdefault((group, after, rank, incarnation), connection)
+                hello, connection = self._connections.pop((group, before, rank, incarnation))
+                counted = msgspec.structs.replace(hello, epoch=after)
+                self._connections.setdefault((group, after, rank, incarnation), (counted, connection))
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -212,9 +220,12 @@ class Inbox:
 
 class Opener:
     """Opens links for one process; those to members whose address is `nearby_host` without the network, if that is possible.
-    `shares`: some of those through memory."""
+    `shares`: some of those through memory. `labels` tells which groups are over here."""
 
-    def __init__(self, incarnation: str, key: bytes, inbox: Inbox, nearby_host: str | None, *, shares: bool) -> None:
+    def __init__(
+        self, incarnation: str, key: bytes, inbox: Inbox, labels: Labels, nearby_host: str | None, *, shares: bool
+    ) -> None:
+        self._labels = labels
         self._nearby_host = nearby_host
         self._shares = shares
         self._incarnation = incarnation
@@ -222,7 +233,8 @@ class Opener:
         self._inbox = inbox
 
     def open(self, requests: Iterable[LinkRequest], rank: int, attempt: Attempt) -> dict[LinkRequest, Connection]:
-        """All of them or none, but for those of groups that the peer has left: `attempt.gone` names these.
+        """All of them or none, but for those of groups that the peer, or this process meanwhile, has left: `attempt.gone` names
+        these.
 
         Raises LinkError (Unreached for a peer that was dialed in vain) or Cancelled.
         """
@@ -231,7 +243,7 @@ class Opener:
             self._dial_all([request for request in requests if request.peer < rank], rank, attempt, opened)
             for request in requests:
                 if request.peer > rank:
-                    connection = self._take(request, attempt)
+                    connection = self._take(request, rank, attempt)
                     if connection is not None:
                         opened[request] = connection
             attempt.check()
@@ -241,14 +253,23 @@ class Opener:
             raise
         return opened
 
-    def _take(self, request: LinkRequest, attempt: Attempt) -> Connection | None:
-        """None if the peer has left the group. Raises LinkError or Cancelled."""
+    def _take(self, request: LinkRequest, rank: int, attempt: Attempt) -> Connection | None:
+        """None if the peer, or this process, has left the group. Raises LinkError or Cancelled."""
         patience_s = ASK_FIRST_S
+        if self._is_over(request, rank, attempt):
+            return None
         while (connection := self._inbox.take(request, attempt, patience_s)) is None:
-            if self._has_left(request, attempt):
+            if self._is_over(request, rank, attempt) or self._has_left(request, attempt):
                 return None
             patience_s = min(2 * patience_s, ASK_MAX_S)
         return connection
+
+    def _is_over(self, request: LinkRequest, rank: int, attempt: Attempt) -> bool:
+        """Left by this process since the attempt began: then nobody dials, and who dialed has been told."""
+        by = self._labels.over(request.group)
+        if by is not None:
+            attempt.lose(request.group, rank if by == OWN else by)
+        return by is not None
 
     def _has_left(self, request: LinkRequest, attempt: Attempt) -> bool:
         """Asks the peer; no answer counts as no. Raises Cancelled."""
@@ -282,6 +303,8 @@ class Opener:
         try:
             while todo:
                 request = todo.popleft()
+                if self._is_over(request, rank, attempt):
+                    continue
                 connection, reason = self._dial(request, rank, attempt, offers.get(request))
                 if connection is None and not reason:
                     continue  # the peer has left the group

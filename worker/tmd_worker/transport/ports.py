@@ -52,7 +52,7 @@ class Ports:
         self.inbox = Inbox()
         local_links = os.environ.get(LOCAL_LINKS, LOCAL_LINKS_DEFAULT)
         shares = local_links == "shm"
-        self.opener = Opener(incarnation, key, self.inbox, host if local_links != "tcp" else None, shares=shares)
+        self.opener = Opener(incarnation, key, self.inbox, labels, host if local_links != "tcp" else None, shares=shares)
         self.listener = Listener(host, port_range, key, self._judge, self._accept, shares=shares)
         spawn("listener", self.listener.run)
 

@@ -7,6 +7,7 @@ outlive the making of the group, and no process is needed that is not a member.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import socket
 import threading
@@ -37,6 +38,12 @@ class _Word(msgspec.Struct, frozen=True, array_like=True):
 
 
 _WORDS: Codec[_Word] = Codec(_Word, "rendezvous of a group")
+
+
+def turn_away(sock: socket.socket, by: int) -> None:
+    """A member that came to meet for a group that rank `by` has destroyed. Closes the socket."""
+    with sock, contextlib.suppress(OSError):
+        sock.sendall(frame(_WORDS.encode(_Word("gone", value=str(by).encode()))))
 
 
 class Rendezvous(Store):

@@ -29,6 +29,11 @@ class Tables:
     def of(self, epoch: int) -> Membership | None:
         return self._known.get(epoch)
 
+    def knows(self, incarnation: str) -> bool:
+        """A member by any of these tables."""
+        with self._lock:
+            return any(member.incarnation == incarnation for table in self._known.values() for member in table.members.values())
+
     def activate(self, epoch: int) -> None:
         with self._lock:
             self.live_epoch = max(self.live_epoch, epoch)
