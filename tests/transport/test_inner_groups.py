@@ -21,9 +21,10 @@ from tests.transport.ranks import DEADLINE_S, Rank, ranks
 from tests.transport.test_switchover import flip, reduced
 from tmd.protocol.membership import Membership
 from tmd_worker.discard import StepDiscarded
-from tmd_worker.transport import preparing
+from tmd_worker.transport import gloo, preparing
 from tmd_worker.transport.dialing import Cancelled, LinkError
 from tmd_worker.transport.gloo import GlooGroup
+from tmd_worker.transport.inner import InnerBroken
 from tmd_worker.transport.rendezvous import MeetingBroken, Rendezvous
 from tmd_worker.transport.shell import TmdProcessGroup
 
@@ -43,6 +44,42 @@ def inner_of(group: TmdProcessGroup) -> Any:
     table = group._group.table
     assert table is not None
     return table.inner
+
+
+def test_a_call_that_is_aborted_ends_though_gloo_does_not_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been seen to wait on with all connections closed; here they stay open."""
+    with mesh(2, transport="gloo") as made:
+        first, second = (inner_of(node.world) for node in made.nodes)
+        ended: list[str] = []
+
+        def call() -> None:
+            try:
+                first.barrier()
+            except InnerBroken as error:
+                ended.append(str(error))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        monkeypatch.setattr(gloo, "_shut", lambda sock: None)
+        first.abort()
+        wait_until(lambda: bool(ended))
+        thread.join(DEADLINE_S)
+        assert ended == ["gloo: the group was aborted in the middle of a call"]
+        second.barrier()  # lets what is left in gloo come to its end
+
+
+def test_a_call_may_take_longer_than_one_look() -> None:
+    with mesh(2, transport="gloo") as made:
+        first, second = (inner_of(node.world) for node in made.nodes)
+        begun = threading.Event()
+        thread = threading.Thread(target=lambda: (begun.set(), first.barrier()))
+        thread.start()
+        begun.wait(DEADLINE_S)
+        thread.join(1.5 * gloo._LOOK.total_seconds())
+        assert thread.is_alive()
+        second.barrier()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
 
 
 # -------------------------------------------------------------------- planned

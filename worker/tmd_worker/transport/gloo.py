@@ -33,6 +33,8 @@ _OPERATORS = {
     Reduction.MAX: dist.ReduceOp.MAX,
     Reduction.PRODUCT: dist.ReduceOp.PRODUCT,
 }
+#: A call that was aborted ends within this time, also where gloo does not notice.
+_LOOK = datetime.timedelta(seconds=1)
 #: Two devices at once could not be told apart by what descriptors are new.
 _making_device = threading.Lock()
 
@@ -49,6 +51,7 @@ class GlooGroup:
         self._rank = rank
         self._size = len(addresses)
         self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._aborted = False
 
     @classmethod
     def make(cls, store: Rendezvous, host: str, rank: int, size: int, timeout_s: float, making_s: float) -> GlooGroup:
@@ -164,13 +167,29 @@ class GlooGroup:
             raise InnerBroken("gloo: this group was given back")
         options.timeout = self._timeout
         try:
-            getattr(backend, method)(*arguments, options).wait()
+            self._await(getattr(backend, method)(*arguments, options))
         except RuntimeError as error:
             raise InnerBroken(f"gloo: {str(error).splitlines()[0]}") from None
+
+    def _await(self, work: Any) -> None:
+        """Raises RuntimeError. In a call that began while the group was aborted gloo has been seen to wait on, though all its
+        connections were closed."""
+        while True:
+            try:
+                work.wait(_LOOK)
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # its own error; or it has come to its end this very moment
+                elif self._aborted:
+                    raise RuntimeError("the group was aborted in the middle of a call") from None
+                else:
+                    continue
+            return
 
     # ---------------------------------------------------------------- its end
 
     def abort(self) -> None:
+        self._aborted = True
         for sock in _sockets():
             with sock:
                 if self._owns(sock):
