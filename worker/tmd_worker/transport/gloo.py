@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
 
 from tmd_worker.transport.inner import InnerBroken
-from tmd_worker.transport.releasing import give_back
+from tmd_worker.transport.releasing import give_back, never_give_back
 from tmd_worker.transport.rendezvous import Rendezvous
 from tmd_worker.transport.tensors import Reduction, byte_view, combine, finish, flat, put_back
 
@@ -167,11 +167,11 @@ class GlooGroup:
             raise InnerBroken("gloo: this group was given back")
         options.timeout = self._timeout
         try:
-            self._await(getattr(backend, method)(*arguments, options))
+            self._await(backend, getattr(backend, method)(*arguments, options))
         except RuntimeError as error:
             raise InnerBroken(f"gloo: {str(error).splitlines()[0]}") from None
 
-    def _await(self, work: Any) -> None:
+    def _await(self, backend: Any, work: Any) -> None:
         """Raises RuntimeError. In a call that began while the group was aborted gloo has been seen to wait on, though all its
         connections were closed."""
         while True:
@@ -181,6 +181,7 @@ class GlooGroup:
                 if work.is_completed():
                     work.wait()  # its own error; or it has come to its end this very moment
                 elif self._aborted:
+                    never_give_back(backend)
                     raise RuntimeError("the group was aborted in the middle of a call") from None
                 else:
                     continue

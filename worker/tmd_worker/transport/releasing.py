@@ -7,6 +7,7 @@ the interpreter ends takes the whole process down. `give_back` keeps everything 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 from collections.abc import Callable
 
@@ -44,6 +45,11 @@ class _GivingBack:
 
 
 _of_this_process = _GivingBack()
+
+
+def never_give_back(thing: object) -> None:
+    """Its destructor would wait for a call that does not end, now or when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def give_back(take: Callable[[], object]) -> None:
