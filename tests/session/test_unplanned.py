@@ -157,7 +157,7 @@ def test_a_rank_that_is_lost_before_anything_is_committed_starts_the_job_anew(la
 
 
 @BOTH
-@pytest.mark.parametrize("moment", ["install.received", "state.serving", "go.received", "boundary"])
+@pytest.mark.parametrize("moment", ["install.received", "go.received", "boundary"])
 def test_a_survivor_is_lost_during_the_recovery(moment: str, lab: Lab, kill: Killing) -> None:
     """1. rank 1 is lost in step 3. 2. rank 3, neither its buddy nor its ward, is lost while rank 1 is being replaced."""
     reference = lab.reference("batchnorm", nodes=4)

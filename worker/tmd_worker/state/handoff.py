@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from tmd_worker import faults
 from tmd_worker.handoff.agreement import Agreed
 from tmd_worker.handoff.control import Control
 from tmd_worker.handoff.digests import Digests
@@ -78,7 +77,6 @@ def send_state(control: Control, agreed: Agreed, manifest: Manifest, tensors: li
             continue  # the joiner takes the other one, and says so
     control.send("the manifest", Handed(manifest, exports))
     at_once = _hear(control, "the answer to the manifest").digests
-    faults.point("state.serving")
     digests = Digests(memory, split([part.size_bytes for part in memory]))
     taken = digests.take_all() if at_once else None
     if not _hear(control, "the word that the bytes have come").digests:
