@@ -64,6 +64,16 @@ def test_what_is_not_known_is_said_and_not_counted(handoffs: dict[int, HandoffRe
     assert (cost.total.lost_time_s, cost.total.lost_rank_s) == (0.5, 1.0)
 
 
+def test_the_sum_is_of_those_whose_lost_time_is_known() -> None:
+    """So that its parts fit together: one that goes on may know its pause, its bytes and its steps already."""
+    known = migration(migration_id="m1", downtime_s=0.25, lost_time_s=0.5, steps_redone=1, handoffs={1: RANK_1})
+    going_on = migration(migration_id="m2", downtime_s=3.0, lost_time_s=None, steps_redone=1, handoffs={1: RANK_1})
+    cost = job_cost("j1", 2, [known, going_on])
+    assert cost.migrations[1].cost.pause_s == 3.0
+    assert cost.total == cost.migrations[0].cost
+    assert cost.unmeasured == 1
+
+
 def test_a_job_without_migrations_has_no_costs() -> None:
     cost = job_cost("j1", 2, [])
     assert (cost.migrations, cost.total, cost.unmeasured) == ((), Cost(), 0)

@@ -53,9 +53,13 @@ class JobCost(msgspec.Struct, frozen=True, kw_only=True):
 def job_cost(job_id: str, world_size: int, migrations: Iterable[MigrationRecord]) -> JobCost:
     ordered = sorted(migrations, key=lambda record: record.started_s)
     each = tuple(_of_migration(record, world_size) for record in ordered)
-    unmeasured = sum(one.cost.lost_time_s is None for one in each)
+    measured = [one.cost for one in each if one.cost.lost_time_s is not None]
     return JobCost(
-        job_id=job_id, world_size=world_size, migrations=each, total=_total([one.cost for one in each]), unmeasured=unmeasured
+        job_id=job_id,
+        world_size=world_size,
+        migrations=each,
+        total=_total(measured),
+        unmeasured=len(each) - len(measured),
     )
 
 

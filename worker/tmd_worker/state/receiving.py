@@ -109,12 +109,6 @@ class Receiving:
         self._lead: _Part | None = None
         self._taken: Received | None = None
 
-    @property
-    def taken(self) -> Received | None:
-        """None: the state is not in place."""
-        with self._changed:
-            return self._taken
-
     def draw(self, origin: Origin, control: Control, agreement: Agreement) -> Received:
         """All that this source does in it; returns once the state is in place. Raises StateError when it can do no more: another
         source still may."""
