@@ -44,7 +44,8 @@ class Case:
         return torch.randint(low, high, (elements,), generator=generator).to(self.dtype)
 
 
-def random_case(seed: int, operation: str, members: int, *, largest_bytes: int) -> Case:
+def random_case(seed: int, operation: str, members: int, *, largest_bytes: int, smallest_bytes: int = 0) -> Case:
+    """The sizes are those at which something changes, or any from `smallest_bytes` on."""
     choose = random.Random(seed)
     dtype = choose.choice([*FLOATS, *INTEGERS] if operation.startswith("functional") else [*ADDABLE, torch.complex64])
     reductions = ["SUM", "PRODUCT", "MIN", "MAX"]
@@ -56,7 +57,10 @@ def random_case(seed: int, operation: str, members: int, *, largest_bytes: int) 
         reductions = ["SUM", "AVG"]
     else:
         reductions += ["BAND", "BOR", "BXOR"]
-    edge_bytes = choose.choice([*(size for size in _EDGES_BYTES if size <= largest_bytes), choose.randint(0, 5000)])
+    if smallest_bytes:
+        edge_bytes = choose.randint(smallest_bytes, largest_bytes)
+    else:
+        edge_bytes = choose.choice([*(size for size in _EDGES_BYTES if size <= largest_bytes), choose.randint(0, 5000)])
     elements = edge_bytes // dtype.itemsize + choose.choice([0, 0, 1])
     root = choose.randrange(members)
     return Case(seed, operation, elements, dtype, choose.choice(reductions), root, choose.choice(LAYOUTS))
