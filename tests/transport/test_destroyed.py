@@ -18,8 +18,10 @@ from tests.transport.test_switchover import LEAVER, flip, reduced
 from tests.transports import BOTH
 from tmd.protocol.control import TransportName
 from tmd.protocol.membership import Membership
-from tmd_worker.transport.leaving import Departures
+from tmd_worker.transport.fabric import Fabric
+from tmd_worker.transport.group import Group
 from tmd_worker.transport.shell import TmdProcessGroup
+from tmd_worker.transport.telling import Teller
 
 ROUNDS = 200
 #: Caches fill up first.
@@ -244,6 +246,45 @@ def test_a_link_for_messages_is_not_waited_for_once_the_peer_has_destroyed_the_g
         assert [process.hear() for process in processes] == [[], []]
 
 
+def test_a_link_for_messages_that_is_opened_as_its_group_is_left_ends_as_all_others_do() -> None:
+    """The end of which nobody holds would be seen by the watcher, and held against its peer."""
+    opened = threading.Event()
+
+    def setup(rank: Rank) -> None:
+        if rank.rank == 0:
+            open_pair = Fabric.open_pair
+
+            def slowly(fabric: Fabric, group: Group, *arguments: Any, **options: Any) -> Any:
+                link = open_pair(fabric, group, *arguments, **options)
+                opened.set()
+                wait_until(lambda: group.name not in fabric._groups)
+                return link
+
+            Fabric.open_pair = slowly  # type: ignore[method-assign]
+
+    def body(rank: Rank) -> Any:
+        before = held()
+        group = dist.new_group([0, 1])
+        if rank.rank == 0:
+            work = dist.irecv(torch.ones(1), 1, group=group)
+            assert work is not None
+            assert opened.wait(DEADLINE_S)
+            dist.destroy_process_group(group)
+            with pytest.raises(RuntimeError, match="destroyed"):
+                work.wait()
+        else:
+            dist.send(torch.ones(1), 0, group=group)
+            wait_until(lambda: all(link.farewell for peers in rank.fabric.pairs.links().values() for link in peers.values()))
+            dist.destroy_process_group(group)
+        wait_until(lambda: not rank.fabric._departures._left)
+        wait_until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+        dist.barrier()
+        return rank.events.broken
+
+    with ranks(2, body, setup=setup) as processes:
+        assert [process.hear() for process in processes] == [[], []]
+
+
 @BOTH
 @pytest.mark.parametrize("told", [False, True])
 def test_a_rank_that_is_killed_while_it_leaves_is_noticed(transport: TransportName, told: bool) -> None:
@@ -251,7 +292,7 @@ def test_a_rank_that_is_killed_while_it_leaves_is_noticed(transport: TransportNa
 
     def setup(rank: Rank) -> None:
         if rank.rank == 1:
-            tell = Departures._tell
+            tell = Teller._tell
 
             def dying(*arguments: Any) -> bool:
                 if told:
@@ -259,7 +300,7 @@ def test_a_rank_that_is_killed_while_it_leaves_is_noticed(transport: TransportNa
                 os.kill(os.getpid(), signal.SIGKILL)
                 raise AssertionError
 
-            Departures._tell = dying  # type: ignore[method-assign]
+            Teller._tell = dying  # type: ignore[method-assign]
 
     def body(rank: Rank) -> Any:
         group = dist.new_group([0, 1])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tmd_worker.transport.dialing import Cancelled, LinkError
 from tmd_worker.transport.group import Group, Guard, Refused, execute
+from tmd_worker.transport.labels import PAIR
 from tmd_worker.transport.link import Link, LinkEnded
 from tmd_worker.transport.mailbox import Mailbox, MailboxFull, Message, Receive
 from tmd_worker.transport.opening import Attempt
@@ -41,6 +42,9 @@ class PairHost(Guard, Protocol):
     def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt, *, shares: bool) -> Link:
         """Blocks until the peer wants to talk too. `shares`: see Group. Raises LinkError or Cancelled."""
 
+    def pair_opened(self, group: Group, use: str, peer: int, link: Link) -> None:
+        """Told once whoever leaves the group would find this link. Takes it and raises GroupGone if the group was left before."""
+
     def opening_failed(self, epoch: int, error: LinkError) -> None:
         """Tells the runtime that a link of this epoch could not be opened, unless the epoch is over."""
 
@@ -51,19 +55,20 @@ class Channel:
     def __init__(
         self,
         host: PairHost,
-        name: str,
+        group: Group,
         place: int,
         epoch: int,
         mailbox: Mailbox,
-        timeout_s: float,
         open_link: Callable[[int], Link],
     ) -> None:
         self._host = host
-        self._name = name
+        self._group = group
+        self._peer = group.ranks[place]
+        self._name = f"{group.name}-{self._peer}"
         self._place = place
         self.epoch = epoch
         self._mailbox = mailbox
-        self._timeout_s = timeout_s
+        self._timeout_s = group.timeout_s
         self._open_link = open_link
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -137,6 +142,8 @@ class Channel:
                 if self._host.is_closed(self.epoch):
                     link.shut()
                     raise Cancelled(f"epoch {self.epoch} was closed while the link was being opened")
+                if self._ended:
+                    self._host.pair_opened(self._group, PAIR, self._peer, link)
             return self.link
 
     def _wait_for_news(self, epoch: int) -> None:

@@ -371,6 +371,9 @@ class Fabric:
         """A link between two members of a group for send/recv or all-to-all alone. Raises GroupGone, LinkError or Cancelled."""
         return self._linking.open_pair(group, label, peer, attempt, shares=shares)
 
+    def pair_opened(self, group: Group, use: str, peer: int, link: Link) -> None:
+        self._departures.adopt(group, use, peer, link)
+
     def opening_failed(self, epoch: int, error: LinkError) -> None:
         """Tells the runtime that a link of this epoch could not be opened, unless it is not wanted any more."""
         self._linking.failed(epoch, error)

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import socket
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ import msgspec
 
 from tmd.protocol.membership import Member, Membership
 from tmd_worker.threads import Spawn
-from tmd_worker.transport.dialing import GroupGone, LinkError
+from tmd_worker.transport.dialing import GroupGone
 from tmd_worker.transport.ending import Ending
 from tmd_worker.transport.epochs import LinkSet, Remains
 from tmd_worker.transport.group import Group
@@ -32,23 +31,7 @@ from tmd_worker.transport.ports import Ports
 from tmd_worker.transport.rendezvous import turn_away
 from tmd_worker.transport.standing import Standing
 from tmd_worker.transport.tables import Tables
-
-#: The kind of the connection on which a member says that it has left.
-LEAVING = "leaving"
-#: How long one member is tried, and how long all of them that could not be told at first.
-TELL_S = 10.0
-_TELL_AGAIN_S = 0.05
-_LEFT, _STAYS = b"L", b"S"
-
-
-class Farewell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sender has left `group`, because rank `by` has destroyed it."""
-
-    group: str
-    by: int
-    #: The first collective that it has not called: its epoch, and how many came before it in that epoch.
-    epoch: int
-    calls: int
+from tmd_worker.transport.telling import LEAVING, LEFT, STAYS, Farewell, Teller
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -99,6 +82,7 @@ class Departures:
         self._tables = tables
         self._labels = labels
         self._ports = ports
+        self._teller = Teller(ports)
         self._pairs = pairs
         self._ending = ending
         self._spawn = spawn
@@ -205,23 +189,7 @@ class Departures:
 
     def _tell_all(self, name: str) -> None:
         """Each member that it shares something with, and again those that could not be told, as long as it shares something."""
-        told: set[str] = set()
-        missed: set[str] = set()
-        until_s = time.monotonic() + TELL_S
-        pause_s = _TELL_AGAIN_S
-        while (untold := self._untold(name, told)) and time.monotonic() < until_s:
-            if any(member.incarnation in missed for member, _ in untold):
-                time.sleep(pause_s)
-                pause_s *= 2
-            for member, farewell in untold:
-                answer = self._tell(member, farewell)
-                if answer is None:
-                    missed.add(member.incarnation)
-                    continue
-                told.add(member.incarnation)
-                self._end_talk(name, member.incarnation)
-                if answer == _LEFT:
-                    self._member_left(name, member.incarnation)
+        self._teller.tell_each(functools.partial(self._untold, name), functools.partial(self._told, name))
         with self._lock:
             self._settle(name)
 
@@ -235,13 +203,10 @@ class Departures:
             ordered = sorted(left.shared.values(), key=lambda shared: (shared.peer - own) % size)
             return [(shared.member, left.farewell) for shared in ordered if shared.member.incarnation not in told]
 
-    def _tell(self, member: Member, farewell: Farewell) -> bytes | None:
-        """Its answer; None if it could not be told."""
-        try:
-            with self._ports.connect(member, LEAVING, msgspec.to_builtins(farewell), TELL_S) as sock:
-                return sock.recv(1) or None
-        except (LinkError, OSError):
-            return None  # its links tell whether it lives
+    def _told(self, name: str, incarnation: str, answer: bytes) -> None:
+        self._end_talk(name, incarnation)
+        if answer == LEFT:
+            self._member_left(name, incarnation)
 
     def _end_talk(self, name: str, incarnation: str) -> None:
         """What follows the last message is the end, also for who waits for another one."""
@@ -266,7 +231,7 @@ class Departures:
             hopeless = self._note(incarnation, farewell) if heard else None
         try:
             with sock:
-                sock.sendall(_LEFT if over else _STAYS)
+                sock.sendall(LEFT if over else STAYS)
         finally:
             if over:
                 self._member_left(farewell.group, incarnation)
@@ -342,6 +307,25 @@ class Departures:
         self._take_out(links, left)
         self._say_whose_end(left)
         self._spawn(f"leave-{group.name}", lambda: self._tell_all(group.name))
+
+    def adopt(self, group: Group, use: str, peer: int, link: Link) -> None:
+        """This link for messages or all-to-all has just been opened. Raises GroupGone if its group was left meanwhile, by which
+        the link was not found."""
+        with self._lock:
+            if self._groups.get(group.name) is group:
+                return  # whoever leaves it finds the link
+            live = self._standing.live
+            left = self._again(group)
+            if live is None or live.epoch != link.epoch:
+                self._ending.close([link])
+            elif link not in left.links():
+                self._share(left, live, peer).links.append(link)
+                if use == PAIR:
+                    left.talking.append(link)
+                self._say_whose_end(left)
+            by = left.farewell.by
+        self._spawn(f"leave-{group.name}", lambda: self._tell_all(group.name))
+        raise GroupGone(group.name, by)
 
     def _again(self, group: Group) -> _Left:
         """What is kept of a group that was left, perhaps by all."""

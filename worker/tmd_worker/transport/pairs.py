@@ -69,9 +69,8 @@ class GroupPairs:
         with self._lock:
             channel = self._channels.get(place)
             if channel is None:
-                name = f"{self._group.name}-{self._group.ranks[place]}"
                 open_link = functools.partial(self._open, PAIR, place)
-                channel = Channel(self._host, name, place, self.epoch, self._mailbox, self._group.timeout_s, open_link)
+                channel = Channel(self._host, self._group, place, self.epoch, self._mailbox, open_link)
                 self._channels[place] = channel
             return channel
 
@@ -92,6 +91,8 @@ class GroupPairs:
                 self._direct[place] = link
             if self._host.is_closed(table.epoch):
                 link.shut()
+            else:
+                self._host.pair_opened(self._group, DIRECT, self._group.ranks[place], link)
         return dict(self._direct)
 
     def _open(self, use: str, place: int, epoch: int) -> Link:
