@@ -14,13 +14,15 @@ from torch import nn
 
 from tests.state.builds import build, run, warmed
 from tests.state.handoff_rig import DEADLINE_S, Cut, Flip, hand_over, wire_bytes
+from tmd_worker.handoff import control as handoff_control
 from tmd_worker.handoff.agreement import Agreed, propose
 from tmd_worker.handoff.control import MAX_FRAME_BYTES, Control
-from tmd_worker.handoff.digests import DIGEST_BYTES
+from tmd_worker.handoff.digests import DIGEST_BYTES, Digests
 from tmd_worker.handoff.probe import Transports
 from tmd_worker.handoff.tcp import Tcp
+from tmd_worker.handoff.transfer import CHUNK_BYTES, Chunk
 from tmd_worker.state.errors import TransferBroken
-from tmd_worker.state.handoff import GO_ON, Answer, receive_record, send_record, send_state
+from tmd_worker.state.handoff import GO_ON, Answer, receive_digests, receive_record, send_record, send_state
 from tmd_worker.state.manifest import Manifest
 from tmd_worker.state.tracked import Tracked
 
@@ -126,11 +128,46 @@ def test_digests_larger_than_any_buffer_wait_for_a_joiner_that_still_reads_bytes
             control.send("a beat", Answer(beat=True))
             threading.Event().wait(deadline_s / 10)
         control.send("an answer", GO_ON)
-        assert len(control.receive_bytes("the digests")) == DIGEST_BYTES * pieces
+        assert len(receive_digests(control)) == DIGEST_BYTES * pieces
         control.send("an answer", GO_ON)
         sender.join(DEADLINE_S)
     assert not sender.is_alive()
     assert heard == []
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_digests_that_take_longer_than_the_deadline_are_waited_for(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source says meanwhile that it gets on: a fast wire brings bytes faster than a core computes their digests."""
+    deadline_s = 0.5
+    monkeypatch.setattr(handoff_control, "BEAT_S", deadline_s / 10)
+    take = Digests.take
+
+    def slowly(digests: Digests, chunk: Chunk) -> None:
+        threading.Event().wait(deadline_s / 5)
+        take(digests, chunk)
+
+    monkeypatch.setattr(Digests, "take", slowly)
+    source = build(0)
+    manifest, tensors = source.tracked.full_state(step=0, epoch=3)
+    large = torch.zeros(20 * CHUNK_BYTES, dtype=torch.uint8)
+    ours, theirs = socket.socketpair()
+
+    def send() -> None:
+        with Control(theirs, DEADLINE_S) as control:
+            send_state(control, Agreed(Transports([Tcp()])), manifest, [*tensors, large])
+
+    sender = threading.Thread(target=send)
+    with ours, theirs, Control(ours, deadline_s) as control:
+        sender.start()
+        control.receive_bytes("the manifest")
+        control.send("an answer", Answer(digests=at_once))
+        control.send("an answer", GO_ON)
+        digests = receive_digests(control)
+        control.send("an answer", GO_ON)
+        sender.join(DEADLINE_S)
+    assert not sender.is_alive()
+    assert len(digests) % DIGEST_BYTES == 0
+    assert len(digests) > 20 * DIGEST_BYTES
 
 
 def test_a_frame_that_is_too_large_is_refused_before_memory_is_taken() -> None:

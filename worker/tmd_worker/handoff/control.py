@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
@@ -19,6 +20,8 @@ from tmd_worker.state.errors import TransferBroken
 
 #: Manifests and records; a larger one is refused before memory is taken for it.
 MAX_FRAME_BYTES = 1 << 30
+#: How often an end that gets on tells the other one so.
+BEAT_S = 1.0
 _DIGEST_BYTES = 16
 _HEADER = struct.Struct("!4sQ")
 _MAGIC = b"TMDS"
@@ -88,7 +91,32 @@ class Control:
             left = left[received:]
         return bytes(data)
 
+    def beats(self, body: bytes) -> Beats:
+        """`body`: the frame that says so."""
+        return Beats(lambda: self.send_bytes("a beat", body))
+
     def _broken(self, what: str, doing: str, error: OSError) -> TransferBroken:
         if isinstance(error, TimeoutError):
             return TransferBroken(f"nothing moved for {self.deadline_s:g} s while {doing} {what}")
         return TransferBroken(f"the link broke while {doing} {what}: {error}")
+
+
+class Beats:
+    """Tells the other end from time to time that this one gets on with what it sees nothing of: bytes of one-sided reads or of
+    other sources, digests."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._last_s = time.monotonic()
+
+    def __call__(self) -> None:
+        """Whenever something has been done, from any thread; most calls do nothing."""
+        with self._lock:
+            if time.monotonic() - self._last_s < BEAT_S:
+                return
+            self._last_s = time.monotonic()
+            try:
+                self._send()
+            except TransferBroken:
+                pass  # what becomes of the transfer will show

@@ -7,7 +7,7 @@ written, in the thread that has just received a chunk. The source's come in one 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import xxhash
 
@@ -33,9 +33,11 @@ class Digests:
             view = self._views[piece.entry][piece.offset : piece.offset + piece.size_bytes]
             self._digests[number] = xxhash.xxh3_128_digest(view)
 
-    def take_all(self) -> bytes:
+    def take_all(self, taken: Callable[[], None] = lambda: None) -> bytes:
+        """`taken` is called after each chunk."""
         for chunk in self._chunks:
             self.take(chunk)
+            taken()
         return b"".join(self._digests)
 
     def differing(self, theirs: bytes) -> tuple[list[Chunk], list[int]]:

@@ -44,6 +44,9 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 GO_ON = Answer()
+BYTES_ARRIVE = msgspec.msgpack.encode(Answer(beat=True))
+#: In place of digests that are still being computed; no digests are so long.
+_AT_WORK = b"."
 
 
 class _Records(msgspec.Struct, frozen=True):
@@ -78,12 +81,21 @@ def send_state(control: Control, agreed: Agreed, manifest: Manifest, tensors: li
     control.send("the manifest", Handed(manifest, exports))
     at_once = _hear(control, "the answer to the manifest").digests
     digests = Digests(memory, split([part.size_bytes for part in memory]))
-    taken = digests.take_all() if at_once else None
+    beats = control.beats(_AT_WORK)
+    taken = digests.take_all(beats) if at_once else None
     if not _hear(control, "the word that the bytes have come").digests:
         return
     # Until then nobody takes the digests, which may fill every buffer.
-    control.send_bytes("the digests", digests.take_all() if taken is None else taken)
+    control.send_bytes("the digests", digests.take_all(beats) if taken is None else taken)
     _hear(control, "the word that all has arrived")
+
+
+def receive_digests(control: Control) -> bytes:
+    """However long the source needs, as long as it gets on. Raises TransferBroken."""
+    digests = control.receive_bytes("the digests")
+    while digests == _AT_WORK:
+        digests = control.receive_bytes("the digests")
+    return digests
 
 
 def send_record(control: Control, step: int, record: bytes | None, tail: bytes | None) -> None:

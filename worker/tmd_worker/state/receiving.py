@@ -21,18 +21,16 @@ from typing import NamedTuple
 from tmd.protocol.handoff import HandoffSource
 from tmd_worker import faults
 from tmd_worker.handoff.agreement import Agreement
-from tmd_worker.handoff.control import Control
+from tmd_worker.handoff.control import BEAT_S, Beats, Control
 from tmd_worker.handoff.digests import Digests
 from tmd_worker.handoff.pulling import Puller
 from tmd_worker.handoff.transfer import PATIENCE_S, Chunk, Memory, SharedChunks, TransferFailed, split
 from tmd_worker.state.errors import StateError, StateMismatch, TransferBroken
-from tmd_worker.state.handoff import GO_ON, Answer, Handed, memory_of
+from tmd_worker.state.handoff import BYTES_ARRIVE, GO_ON, Answer, Handed, memory_of, receive_digests
 from tmd_worker.state.handover import LoadPlan
 from tmd_worker.state.manifest import Manifest, TensorEntry
 from tmd_worker.state.tracked import Tracked
 
-#: How often a joiner whose chunks arrive tells its sources so.
-BEAT_S = 1.0
 #: All that a source need know once the state is in place.
 _ENOUGH = Answer(digests=False)
 
@@ -77,7 +75,7 @@ class _Part:
     control: Control
     agreement: Agreement
     puller: Puller
-    beat: Callable[[], None]
+    beat: Beats
     #: Why it did no more; empty: it did not fail.
     left: str = ""
 
@@ -149,7 +147,7 @@ class Receiving:
                 raise StateMismatch(f"{origin} describes other tensors than {self._parts[0].origin}; its state was not used")
             load = self._load
             puller = Puller(agreement, handed.exports, load.memory, self._landed, control.deadline_s)
-            part = _Part(origin, control, agreement, puller, _Beat(control))
+            part = _Part(origin, control, agreement, puller, control.beats(BYTES_ARRIVE))
             self._parts.append(part)
             if self._lead is None:
                 self._lead = part
@@ -185,7 +183,7 @@ class Receiving:
     def _finish(self, load: _Load, lead: _Part) -> Received:
         self._clock.mark("bytes")
         lead.control.send("an answer", GO_ON)
-        make_sure(lead.puller, load.digests, lead.control.receive_bytes("the digests"), load.manifest.entries)
+        make_sure(lead.puller, load.digests, receive_digests(lead.control), load.manifest.entries)
         self._clock.mark("digests")
         load.plan.finish()
         self._clock.mark("place")
@@ -243,25 +241,6 @@ class _Clock:
         now_s = time.monotonic()
         self.parts_s[part] = self.parts_s.get(part, 0.0) + now_s - self._last_s
         self._last_s = now_s
-
-
-class _Beat:
-    """Tells the source from time to time that bytes arrive: of one-sided reads, and of other sources, it sees nothing itself."""
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self._lock = threading.Lock()
-        self._last_s = time.monotonic()
-
-    def __call__(self) -> None:
-        with self._lock:
-            if time.monotonic() - self._last_s < BEAT_S:
-                return
-            self._last_s = time.monotonic()
-            try:
-                self._control.send("a beat", Answer(beat=True))
-            except TransferBroken:
-                pass  # what becomes of the transfer will show
 
 
 def make_sure(lead: Puller, digests: Digests, theirs: bytes, entries: tuple[TensorEntry, ...]) -> None:
