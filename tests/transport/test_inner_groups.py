@@ -27,8 +27,11 @@ from tmd_worker.transport.gloo import GlooGroup
 from tmd_worker.transport.inner import InnerBroken
 from tmd_worker.transport.rendezvous import MeetingBroken, Rendezvous
 from tmd_worker.transport.shell import TmdProcessGroup
+from tmd_worker.transport.work import Outcome, TmdWork
 
 LEAVER = 2
+#: Well below the deadlines of the library (30 s) and of the attempt (50 s), by which a death would also end it.
+NOTICED_S = 20.0
 
 
 def with_a_smaller_group(made: Mesh, ranks_of_it: tuple[int, ...]) -> dict[int, TmdProcessGroup]:
@@ -162,9 +165,22 @@ def test_a_member_that_dies_while_the_group_is_made_ends_it_for_all() -> None:
         return "made"
 
     with ranks(4, body, setup=setup, transport="gloo") as processes:
-        said = [processes[rank].hear() for rank in (0, 1, 3)]
+        said = [processes[rank].hear(NOTICED_S) for rank in (0, 1, 3)]
     # whoever sees it first says who left; the others that the hub hung up, or that a link broke
     assert all("was not made" in text or "rank 2" in text for text in said), said
+
+
+def test_when_an_epoch_ends_all_inner_groups_that_are_in_use_are_aborted() -> None:
+    """The first member waits in two of them; it can hear of the end from another member alone."""
+    with mesh(3, transport="gloo") as made:
+        smaller = with_a_smaller_group(made, (0, 1))[0]
+        waiting = [group.allreduce([torch.ones(5)], dist.AllreduceOptions()) for group in (made.nodes[0].world, smaller)]
+        made.nodes[1].events.poison(0, "test")
+        made.nodes[0].events.wait_poisoned()
+        for work in waiting:
+            assert isinstance(work, TmdWork)
+            assert work.ended_within(NOTICED_S)
+            assert work.outcome is Outcome.DISCARDED
 
 
 def test_a_plan_that_is_dropped_while_its_group_is_made_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

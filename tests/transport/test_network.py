@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.transport.mesh import mesh
+from tests.transport.mesh import mesh, plan_of, together
 from tests.transport.ranks import DEADLINE_S, JOB_KEY, Events, Rank, ranks, run_ranks
 from tests.transport.starving import no_descriptor_left
+from tests.transport.test_switchover import flip, reduced
 from tmd.protocol.membership import Member
 from tmd_worker.transport import network, ports
 from tmd_worker.transport.dialing import CannotConnect, LinkError, dial
@@ -63,6 +64,16 @@ def test_other_connections_go_over_ipv6_too() -> None:
         with client.fabric.connect(server.member, "state", {}, 5.0) as sock:
             assert sock.family is socket.AF_INET6
             assert sock.recv(4, socket.MSG_WAITALL) == b"here"
+
+
+def test_inner_groups_are_made_and_replaced_over_ipv6() -> None:
+    with mesh(3, host="::1", transport="gloo") as made:
+        assert together(made.nodes, reduced) == [[3.0] * 3] * 3
+        joiner, stayers = made.add("inc-j", 2), made.nodes[:2]
+        plan = plan_of(made.table(1, r2=joiner), made.table(0), 2)
+        together([joiner, *stayers], lambda node: node.fabric.stage(plan, node.rank, DEADLINE_S))
+        flip(joiner, stayers, plan)
+        assert together([joiner, *stayers], reduced) == [[3.0] * 3] * 3
 
 
 # -------------------------------------------------------------------- ports
