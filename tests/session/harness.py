@@ -207,8 +207,12 @@ class Cluster:
         self.nodes[name] = Node(name, max(node.index for node in self.nodes.values()) + 1, gone.life + 1)
         self._join(self.nodes[name])
 
-    def exit_code_of(self, incarnation: str) -> int | None:
-        return next(p.exit_code for p in self._started if p.spec.incarnation == incarnation)
+    def exit_code_of(self, incarnation: str) -> int:
+        """Once it has ended: one that left the job in the middle may do so after the others."""
+        process = next(p for p in self._started if p.spec.incarnation == incarnation)
+        self.run_until(lambda: process.exit_code is not None)
+        assert process.exit_code is not None
+        return process.exit_code
 
     def started(self, rank: int) -> list[str]:
         """The incarnations that have held this rank."""

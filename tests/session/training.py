@@ -53,6 +53,7 @@ VARIANTS = [
     ("gan",),
     ("thaw",),
     ("exchange",),
+    ("sparse",),
 ]
 
 
@@ -74,9 +75,12 @@ class Net(nn.Module):
         self.last = nn.Linear(48, 4)
         self.unused = nn.Linear(4, 4) if "unused" in variants else None
         self.exchanges = "exchange" in variants
+        self.looked_up = nn.Embedding(7, FEATURES, sparse=True) if "sparse" in variants else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         faults.point("forward")
+        if self.looked_up is not None:
+            x = x + self.looked_up((10 * x[:, 0]).long().remainder(7))
         x = fault_in_backward(self.drop(torch.relu(self.norm(self.first(x)))))
         if self.exchanges:
             x = exchanged(x)
@@ -149,7 +153,9 @@ def train_one(
         gradient_as_bucket_view="views" in variants,
     )
     trained = [part for name, part in model.named_parameters() if "thaw" not in variants or "last" not in name]
-    optimizer = torch.optim.AdamW(trained, lr=3e-3, fused="fused" in variants)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=3e-3, fused="fused" in variants)
+    if net.looked_up is not None:
+        optimizer = torch.optim.SGD(trained, lr=3e-3)  # AdamW takes no sparse gradients
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     averaged = Averaged(net)
     ema = AveragedModel(net, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new) if "ema_module" in variants else None
@@ -187,7 +193,7 @@ def train_one(
                     scaler.scale(part).backward()
                 loss = loss + part.detach()
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            nn.utils.clip_grad_norm_([part for part in model.parameters() if not _is_sparse(part.grad)], 1.0)
             scaler.step(optimizer)
             scaler.update()
         if "thaw" not in variants:
@@ -209,6 +215,10 @@ def train_one(
         if step.committed and "links" in variants:
             write_links(folder, session.rank, step.index)
         log(step, loss)
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.is_sparse
 
 
 def misbehave(session: Session, step: Step, variants: set[str]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from tmd_worker.transport import sandbox
+from tmd_worker.transport import sandbox, sparse
 from tmd_worker.transport.calling import CallingGroup, Options, each, listed, nested, one_each
 from tmd_worker.transport.inner import Collectives
-from tmd_worker.transport.tensors import reduction
+from tmd_worker.transport.tensors import Reduction, reduction
 
 
 class ReducingGroup(CallingGroup):
@@ -26,12 +27,26 @@ class ReducingGroup(CallingGroup):
         tensors = listed(tensors)
         kind = reduction(options.operator, tensors)
         size = self._group.size
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            return self._sparse_allreduce(name, tensors, kind, options)
         return self._collective(
             name,
             tensors,
             tensors,
             lambda carrier: each(lambda tensor: carrier.allreduce(tensor, kind), tensors),
             lambda: each(lambda tensor: sandbox.reduced(tensor, kind, size), tensors),
+            waits=options.waits,
+        )
+
+    def _sparse_allreduce(self, name: str, tensors: list[Tensor], kind: Reduction, options: Options) -> Work:
+        sparse.check(tensors, kind, name)
+        size = self._group.size
+        return self._collective(
+            f"{name} of a sparse tensor",
+            tensors,
+            [],  # neither recorded nor replaced by NaN: its size is known in the end alone
+            lambda carrier: sparse.total(carrier, tensors[0], size),
+            lambda: sparse.total_locally(tensors[0], size),
             waits=options.waits,
         )
 

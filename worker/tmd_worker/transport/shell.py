@@ -1,7 +1,7 @@
 """What PyTorch sees: the backend `tmd`, whose process groups keep name, rank and size while links come and go.
 
 Methods are the ones that torch.distributed, DDP and the functional collectives call in PyTorch 2.13 and 2.14. All tensors are
-dense CPU tensors; what is not here is refused by name.
+dense CPU tensors, but for the all-reduce of a sparse one; what is not here is refused by name.
 """
 
 from __future__ import annotations

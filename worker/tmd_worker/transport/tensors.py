@@ -1,4 +1,4 @@
-"""Tensors as bytes, and the reductions on them. Every tensor here is a dense CPU tensor."""
+"""Tensors as bytes, and the reductions on them. Every tensor here is a dense CPU tensor; for sparse ones see `sparse`."""
 
 from __future__ import annotations
 
