@@ -24,7 +24,7 @@ from tmd_worker.transport.ending import Ending
 from tmd_worker.transport.epochs import LinkSet, Remains
 from tmd_worker.transport.events import FabricEvents
 from tmd_worker.transport.group import Group
-from tmd_worker.transport.labels import Labels
+from tmd_worker.transport.holding import Holding
 from tmd_worker.transport.leaving import Departures
 from tmd_worker.transport.link import Link, LinkInfo
 from tmd_worker.transport.linking import LATE_GROUP_S, Linking
@@ -33,7 +33,6 @@ from tmd_worker.transport.pairs import PairBook
 from tmd_worker.transport.ports import Handler, Ports
 from tmd_worker.transport.preparing import Preparer
 from tmd_worker.transport.recording import BuildRecording
-from tmd_worker.transport.standing import Standing
 from tmd_worker.transport.tables import Tables
 from tmd_worker.transport.vote import run_vote
 from tmd_worker.transport.watcher import Watcher
@@ -62,13 +61,12 @@ class Fabric:
         """Listens at once and becomes the process's fabric (`current()`)."""
         library.core()  # now, for it may have to be compiled, and not in the middle of a step
         self._events = events
-        self._lock = threading.RLock()
+        holding = Holding(Tables(incarnation))
+        self._lock = holding.lock
+        self._tables = holding.tables
+        self._groups = holding.groups
+        self._standing = holding.standing
         self._threads: list[threading.Thread] = []
-        self._tables = Tables(incarnation)
-        labels = Labels()
-        self._groups: dict[str, Group] = {}
-        #: Under the lock.
-        self._standing = Standing()
         self._attempts = Attempts()
         self._incarnation = incarnation
         self._rank = -1
@@ -82,7 +80,7 @@ class Fabric:
             key=job_key,
             incarnation=incarnation,
             tables=self._tables,
-            labels=labels,
+            labels=holding.labels,
             spawn=self.spawn,
         )
         self.host: str = self._ports.listener.host
@@ -90,23 +88,9 @@ class Fabric:
         #: What carries the collectives of the script's groups. The vote and the records of buddies always use links.
         self.transport = transport
         self._ending = Ending(self._watcher, self.buddy, self.spawn)
-        self._departures = Departures(
-            lock=self._lock,
-            groups=self._groups,
-            standing=self._standing,
-            tables=self._tables,
-            labels=labels,
-            ports=self._ports,
-            pairs=self.pairs,
-            ending=self._ending,
-            spawn=self.spawn,
-        )
+        self._departures = Departures(holding, ports=self._ports, pairs=self.pairs, ending=self._ending, spawn=self.spawn)
         self._linking = Linking(
-            lock=self._lock,
-            groups=self._groups,
-            standing=self._standing,
-            tables=self._tables,
-            labels=labels,
+            holding,
             attempts=self._attempts,
             opener=self._ports.opener,
             preparer=Preparer(transport, self.host, self._ports.opener, self.spawn),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import socket
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,14 +22,13 @@ from tmd_worker.transport.dialing import GroupGone
 from tmd_worker.transport.ending import Ending
 from tmd_worker.transport.epochs import LinkSet, Remains
 from tmd_worker.transport.group import Group
+from tmd_worker.transport.holding import Holding
 from tmd_worker.transport.inner import InnerGroup
-from tmd_worker.transport.labels import MEETING, OWN, PAIR, USE, Labels
+from tmd_worker.transport.labels import MEETING, OWN, PAIR, USE
 from tmd_worker.transport.link import Link
 from tmd_worker.transport.pairs import PairBook
 from tmd_worker.transport.ports import Ports
 from tmd_worker.transport.rendezvous import turn_away
-from tmd_worker.transport.standing import Standing
-from tmd_worker.transport.tables import Tables
 from tmd_worker.transport.telling import LEAVING, LEFT, STAYS, Farewell, Teller
 
 
@@ -61,26 +59,14 @@ class _Left:
 
 
 class Departures:
-    """For one process. `lock` guards `groups` and `standing`, which are the fabric's."""
+    """For one process."""
 
-    def __init__(
-        self,
-        *,
-        lock: threading.RLock,
-        groups: dict[str, Group],
-        standing: Standing,
-        tables: Tables,
-        labels: Labels,
-        ports: Ports,
-        pairs: PairBook,
-        ending: Ending,
-        spawn: Spawn,
-    ) -> None:
-        self._lock = lock
-        self._groups = groups
-        self._standing = standing
-        self._tables = tables
-        self._labels = labels
+    def __init__(self, holding: Holding, *, ports: Ports, pairs: PairBook, ending: Ending, spawn: Spawn) -> None:
+        self._lock = holding.lock
+        self._groups = holding.groups
+        self._standing = holding.standing
+        self._tables = holding.tables
+        self._labels = holding.labels
         self._ports = ports
         self._teller = Teller(ports)
         self._pairs = pairs

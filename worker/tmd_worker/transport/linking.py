@@ -6,7 +6,6 @@ found to have left is left here as well.
 
 from __future__ import annotations
 
-import threading
 from contextlib import AbstractContextManager
 
 from tmd_worker.discard import StepDiscarded
@@ -15,13 +14,11 @@ from tmd_worker.transport.ending import Ending
 from tmd_worker.transport.epochs import LinkSet
 from tmd_worker.transport.events import FabricEvents
 from tmd_worker.transport.group import Group
-from tmd_worker.transport.labels import Labels
+from tmd_worker.transport.holding import Holding
 from tmd_worker.transport.leaving import Departures
 from tmd_worker.transport.link import Link
 from tmd_worker.transport.opening import Attempt, Attempts, Opener
 from tmd_worker.transport.preparing import Preparer
-from tmd_worker.transport.standing import Standing
-from tmd_worker.transport.tables import Tables
 from tmd_worker.transport.watcher import Watcher
 
 #: Opening the links of a group that is made while an epoch is live may take this long.
@@ -29,16 +26,12 @@ LATE_GROUP_S = 60.0
 
 
 class Linking:
-    """For one process. `lock` guards `groups` and `standing`, which are the fabric's."""
+    """For one process."""
 
     def __init__(
         self,
+        holding: Holding,
         *,
-        lock: threading.RLock,
-        groups: dict[str, Group],
-        standing: Standing,
-        tables: Tables,
-        labels: Labels,
         attempts: Attempts,
         opener: Opener,
         preparer: Preparer,
@@ -47,11 +40,11 @@ class Linking:
         ending: Ending,
         events: FabricEvents,
     ) -> None:
-        self._lock = lock
-        self._groups = groups
-        self._standing = standing
-        self._tables = tables
-        self._labels = labels
+        self._lock = holding.lock
+        self._groups = holding.groups
+        self._standing = holding.standing
+        self._tables = holding.tables
+        self._labels = holding.labels
         self._attempts = attempts
         self._opener = opener
         self._preparer = preparer
