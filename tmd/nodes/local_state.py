@@ -201,7 +201,10 @@ class Book(msgspec.Struct, kw_only=True):
         fresh = path.with_suffix(".new")
         try:
             fresh.touch(mode=0o600)
-            fresh.write_bytes(msgspec.json.encode(self))
+            with fresh.open("wb") as file:
+                file.write(msgspec.json.encode(self))
+                file.flush()
+                os.fsync(file.fileno())  # else a loss of power may leave an empty file under the name
             os.replace(fresh, path)
         except OSError:
             # Half a file would take up what little room there is.
