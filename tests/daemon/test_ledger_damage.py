@@ -1,4 +1,4 @@
-"""Bytes of a ledger file that were overwritten or cut off: what is read is what was written, or the ledger is refused."""
+"""Bytes of a ledger's files that were overwritten or cut off: what is read is what was written, or the ledger is refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.daemon import records
+from tests.daemon.ledger_writer import round_of
+from tests.daemon.test_ledger_kills import Writer
 from tmd.core.instructions import Persist, ReleaseNode
 from tmd.ledger.errors import LedgerDamaged
 from tmd.ledger.ledger import Ledger, StoreChange
@@ -16,6 +18,8 @@ from tmd.ledger.revisions import UnknownRevision
 
 JOBS = 12
 ATTEMPTS = 60
+#: Of ledger.db-wal. One that is shorter is an empty one.
+HEADER_BYTES = 32
 
 
 async def everything(ledger: Ledger) -> tuple[object, ...]:
@@ -73,6 +77,43 @@ async def test_overwritten_bytes_are_noticed_or_harmless(whole: tuple[Path, tupl
             noticed += 1
         damaged.unlink()
     assert noticed > ATTEMPTS // 3
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+async def test_a_log_damaged_after_a_kill_is_refused_or_nothing_acknowledged_is_lost(tmp_path: Path, cut_off: bool) -> None:
+    """The newest commits are in ledger.db-wal alone, until the next daemon starts."""
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    writer = Writer(f"sqlite:///{killed / 'ledger.db'}")
+    try:
+        acknowledged = writer.killed_after(30, 0.0)
+    finally:
+        writer.end()
+    original = (killed / "ledger.db-wal").read_bytes()
+    assert len(original) > 100 * 4096
+    refused = 0
+    for seed in range(ATTEMPTS):
+        chance = random.Random(seed)
+        length = chance.choice([2, 16, 512, 4096])
+        # Now and then the first bytes or the last commit: elsewhere they would be hit too seldom.
+        anywhere = chance.randrange(len(original) - length)
+        at = chance.choice([anywhere, chance.randrange(64), len(original) - length - chance.randrange(64)])
+        damaged = shutil.copytree(killed, tmp_path / f"damaged{seed}")
+        behind = b"" if cut_off else chance.randbytes(length) + original[at + length :]
+        (damaged / "ledger.db-wal").write_bytes(original[: max(at, HEADER_BYTES if cut_off else 0)] + behind)
+        try:
+            ledger = await Ledger.open(f"sqlite:///{damaged / 'ledger.db'}")
+        except LedgerDamaged:
+            refused += 1
+        else:
+            job = await ledger.job("j1")
+            assert job is not None
+            assert job.epoch >= acknowledged, f"seed {seed}: {length} bytes at {at} cost acknowledged commits"
+            assert job == round_of(job.epoch).jobs[0]
+            assert [event.event_id for event in await ledger.events(limit=10_000)] == list(range(1, 2 * job.epoch + 1))
+            await ledger.close()
+        shutil.rmtree(damaged)
+    assert refused > ATTEMPTS // 2
 
 
 @pytest.mark.parametrize("kept", [0.999, 0.5, 0.01])

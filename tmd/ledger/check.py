@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Table, select
 
 from tmd.core.records import EventRecord, JobRecord, LedgerSnapshot, MigrationRecord, NodeRecord, RankRecord
 from tmd.ledger import schema
-from tmd.ledger.engine import damage
+from tmd.ledger.engine import damage, parse_url, shown
 from tmd.ledger.errors import LedgerDamaged, UnreadableRow, translated
 from tmd.ledger.existing import existing, require_newest
 from tmd.ledger.rows import from_row, unsealed
@@ -40,11 +40,10 @@ class Checked:
 
 async def check(database_url: str) -> Checked:
     """Raises BadDatabaseUrl, NoLedger, UnknownRevision, LedgerUnavailable. Damage is no exception but a problem found."""
-    async with existing(database_url) as ledger:
-        checked = Checked(ledger.shown_url)
-        with _damage_is_a_problem(checked):
-            async with ledger.database.readers.connect() as connection:
-                await connection.run_sync(_look, checked)
+    checked = Checked(shown(parse_url(database_url)))
+    with _damage_is_a_problem(checked):
+        async with existing(database_url) as ledger, ledger.database.readers.connect() as connection:
+            await connection.run_sync(_look, checked)
     return checked
 
 

@@ -7,12 +7,15 @@ import concurrent.futures
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from tmd.ledger.wal import lost_commits
 
 _Result = TypeVar("_Result")
 
@@ -153,6 +156,13 @@ def damage(connection: Connection) -> list[str]:
         return []
     answer = "\n".join(str(row[0]) for row in connection.exec_driver_sql(f"PRAGMA integrity_check({_DAMAGES_NAMED})"))
     return [] if answer == "ok" else [line for line in answer.splitlines() if not line.startswith("***")]
+
+
+async def damage_before_opening(url: URL) -> str:
+    """What the database would hide once it is opened, empty for none. To be asked before `connect`. Raises OSError."""
+    if url.get_backend_name() != "sqlite":
+        return ""
+    return await asyncio.to_thread(lost_commits, Path(str(url.database)))
 
 
 def _keep_private(path: str) -> None:

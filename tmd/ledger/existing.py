@@ -15,8 +15,8 @@ from sqlalchemy import Connection
 from sqlalchemy.engine import URL
 
 from tmd.ledger import revisions
-from tmd.ledger.engine import Database, connect, parse_url, shown
-from tmd.ledger.errors import translated
+from tmd.ledger.engine import Database, connect, damage_before_opening, parse_url, shown
+from tmd.ledger.errors import BRING_BACK, LedgerDamaged, translated
 
 
 class NoLedger(RuntimeError):
@@ -36,11 +36,13 @@ class Existing(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def existing(database_url: str) -> AsyncIterator[Existing]:
-    """Raises BadDatabaseUrl, NoLedger; within it trouble of the database is LedgerUnavailable or LedgerDamaged."""
+    """Raises BadDatabaseUrl, NoLedger, LedgerUnavailable, LedgerDamaged; trouble of the database within it is one of these."""
     url = parse_url(database_url)
     shown_url = shown(url)
     _require_file(url)
     with translated(shown_url):
+        if found := await damage_before_opening(url):
+            raise LedgerDamaged(f"ledger {shown_url} is damaged: {found}", BRING_BACK)
         database = connect(url)
         try:
             yield Existing(url, shown_url, database)
