@@ -14,7 +14,7 @@ import ipaddress
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tmd.core.records import JobRecord
@@ -35,6 +35,16 @@ class Admission:
     #: The proven user.
     uid: int
     job_key: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where an agent is: what its node is called, which address its ranks listen on, and which machine it is on (see
+    identity.machine)."""
+
+    node: str
+    host: str
+    machine: str
 
 
 class Tokens:
@@ -147,6 +157,29 @@ def _check_way(hello: AgentHello, seen_from: str) -> None:
             f"{seen_from}: addresses are translated in between (NAT, a container's bridge, a proxy), so other nodes could not "
             "reach its ranks; give it an address of the job's own network (a container: the host's network)"
         )
+
+
+def check_reach(place: Place, others: Iterable[Place]) -> None:
+    """Nobody reaches the loopback address of another machine: the ranks would look for their peers on their own one, and the job
+    never begin. `others`: of the same job. Raises NotAdmitted."""
+    for other in others:
+        if other.node == place.node or other.machine == place.machine:
+            continue
+        for one, another in ((place, other), (other, place)):
+            if _is_loopback(one.host):
+                raise NotAdmitted(
+                    f"the ranks of node {one.node} listen on {one.host}, which nobody but its own machine reaches, and node "
+                    f"{another.node} of the job is another machine: the daemon's name resolves to a loopback address on "
+                    f"{one.node} (often a line in /etc/hosts), or --host says so; give tmd-run on {one.node} another address "
+                    "with --host or --interface, or correct /etc/hosts there"
+                )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(str(_address(host))).is_loopback
+    except ValueError:
+        return False
 
 
 def _address(text: str) -> object:

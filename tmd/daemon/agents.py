@@ -18,8 +18,8 @@ import msgspec
 from aiohttp import web
 
 from tmd.core.instructions import DirectAgent, Instruction, RefuseAgent, WelcomeAgent
-from tmd.daemon.admission import Admissions, NotAdmitted
-from tmd.daemon.identity import peer_address, peer_uid
+from tmd.daemon.admission import Admissions, NotAdmitted, Place, check_reach
+from tmd.daemon.identity import machine, peer_address, peer_uid
 from tmd.daemon.loop import CoreLoop
 from tmd.daemon.proofs import Proofs
 from tmd.daemon.store import RendezvousStores
@@ -46,13 +46,14 @@ class AgentConnection:
     """What goes out to one agent."""
 
     def __init__(
-        self, hello: AgentHello, uid: int, seal: Callable[[AgentWelcome], Awaitable[AgentWelcome]] | None = None
+        self, hello: AgentHello, uid: int, place: Place, seal: Callable[[AgentWelcome], Awaitable[AgentWelcome]] | None = None
     ) -> None:
         """`seal` hides the job key of a welcome from all others than the agent's user."""
         self.job_id = hello.job_id
         self.agent_id = hello.agent_id
         self.node = hello.node
         self.uid = uid
+        self.place = place
         self._seal = seal
         self._messages: collections.deque[ToAgent] = collections.deque()
         self._directive: DirectAgent | None = None
@@ -149,7 +150,7 @@ class AgentHub:
         socket = web.WebSocketResponse(timeout=CLOSE_TIMEOUT_S, max_msg_size=MAX_MESSAGE_BYTES, compress=False)
         await socket.prepare(request)
         try:
-            connection = await self._admit(self._loop, socket, peer_uid(request), peer_address(request))
+            connection = await self._admit(self._loop, socket, request)
         except (MessageRefused, NotAdmitted) as error:
             log.warning("agent refused: %s", error)
             with contextlib.suppress(OSError):
@@ -164,11 +165,8 @@ class AgentHub:
         await socket.close(code=aiohttp.WSCloseCode.GOING_AWAY if self._stopping else aiohttp.WSCloseCode.OK)
         return socket
 
-    async def _admit(
-        self, loop: CoreLoop, socket: web.WebSocketResponse, peer: int | None, seen_from: str
-    ) -> AgentConnection | None:
-        """`peer`: the user as the kernel knows it. None if the agent left before it had said who it is. Raises MessageRefused,
-        NotAdmitted, MungeError."""
+    async def _admit(self, loop: CoreLoop, socket: web.WebSocketResponse, request: web.Request) -> AgentConnection | None:
+        """None if the agent left before it had said who it is. Raises MessageRefused, NotAdmitted, MungeError."""
         try:
             hello = await _receive(socket, HELLO_TIMEOUT_S)
         except TimeoutError:
@@ -179,12 +177,16 @@ class AgentHub:
             raise MessageRefused(f"the first message was {type(hello).__name__}, expected AgentHello")
         if reason := check_protocol(hello.protocol):
             raise NotAdmitted(reason)
+        peer = peer_uid(request)
         by_munge = await self._by_munge(hello) if peer is None else None
-        admission = self._admissions.admit(hello, by_munge if peer is None else peer, seen_from)
+        admission = self._admissions.admit(hello, by_munge if peer is None else peer, peer_address(request))
+        place = Place(hello.node, hello.host, machine(request))
+        if not hello.key_fingerprint:  # one whose ranks run is believed
+            check_reach(place, [each.place for each in self._connections.values() if each.job_id == hello.job_id])
         if self._jobs_of_agents.setdefault(hello.agent_id, hello.job_id) != hello.job_id:
             raise NotAdmitted(f"agent id {hello.agent_id} is in use by another job: start the agent again")
         seal = None if by_munge is None else (lambda welcome: self._proofs.sealed(welcome, hello, by_munge))
-        connection = AgentConnection(hello, admission.uid, seal)
+        connection = AgentConnection(hello, admission.uid, place, seal)
         before = self._connections.get(hello.agent_id)
         self._connections[hello.agent_id] = connection
         if before is not None:

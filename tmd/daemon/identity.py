@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import pwd
 import re
@@ -42,6 +43,16 @@ def peer_address(request: web.Request) -> str:
     """Where a connection over TCP comes from; empty on a unix socket."""
     peer = request.transport.get_extra_info("peername") if request.transport is not None else None
     return str(peer[0]) if isinstance(peer, tuple) else ""
+
+
+def machine(request: web.Request) -> str:
+    """On which machine the other end of a connection is: its address there, empty for this one."""
+    peer = peer_address(request)
+    if not peer or request.transport is None:
+        return ""
+    address = ipaddress.ip_address(peer.partition("%")[0])
+    loopback = (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    return "" if loopback or peer == request.transport.get_extra_info("sockname")[0] else peer
 
 
 def operators(names: Iterable[str]) -> frozenset[int]:
