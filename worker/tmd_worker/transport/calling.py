@@ -47,7 +47,7 @@ class CallingGroup(dist.ProcessGroup):
         waits: bool = False,
     ) -> Work:
         """`run` does it, `local` writes valid values without any peer. `read` are inputs. `waits`: see `Group.submit`."""
-        check([*outputs, *read], name)
+        check([*outputs, *read], name, outputs)
         owner, group = self._fabric, self._group
         waits = waits and self._batch is None  # of a batch all are under way before any is waited for
 

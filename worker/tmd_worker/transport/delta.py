@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from tmd_worker.transport import collectives, rooted
 from tmd_worker.transport.collectives import LinkTable
 from tmd_worker.transport.link import Link
-from tmd_worker.transport.tensors import Reduction, byte_view, flat, put_back
+from tmd_worker.transport.tensors import Reduction, byte_view, flat, put_back, size_bytes
 
 
 class DeltaCollectives:
@@ -49,8 +50,8 @@ class DeltaCollectives:
         rooted.scatter(self._table, output, blocks, root)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        outgoing = [byte_view(flat(part)) for part in inputs]
         targets = [flat(output) for output in outputs]
+        outgoing = [byte_view(part) for part in _apart([flat(part) for part in inputs], targets)]
         links = self._direct()
         for link in links.values():
             link.hold()
@@ -61,3 +62,14 @@ class DeltaCollectives:
                 link.release()
         for target, output in zip(targets, outputs, strict=True):
             put_back(target, output)
+
+
+def _apart(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+    """The parts; copies of those that lie in memory that is written before they are sent, as in an all-to-all in place."""
+    taken = sorted((target.data_ptr(), target.data_ptr() + size_bytes(target)) for target in targets if target.numel())
+
+    def is_taken(part: Tensor) -> bool:
+        last = bisect.bisect_left(taken, (part.data_ptr() + size_bytes(part),)) - 1
+        return last >= 0 and taken[last][1] > part.data_ptr()
+
+    return [part.clone() if is_taken(part) else part for part in parts]

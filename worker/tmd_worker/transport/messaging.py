@@ -104,7 +104,7 @@ class MessagingGroup(CallingGroup):
         return self._pairwise("send", [], dispatch, lambda: None)
 
     def _receive(self, name: str, tensor: Tensor, source: int | None, tag: int) -> TmdWork:
-        check([tensor], name)
+        check([tensor], name, [tensor])
         unknown = sandbox.uninitialised()
         group = self._group
 

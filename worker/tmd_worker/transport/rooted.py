@@ -53,12 +53,12 @@ def scatter(table: LinkTable, output: Tensor, blocks: Sequence[Tensor] | None, r
     """output = what the root passed as blocks[own rank], all of one size; None on the others."""
     target = flat(output)
     if blocks is not None:
-        target.copy_(flat(blocks[root]))
         parts = [byte_view(flat(block)) for block in blocks]
         for neighbour in branches(root, table.size, None):
             for member in branch(neighbour, table.size, root):
                 for piece in frames(parts[member]):
                     table.links[neighbour].send(Kind.DATA, table.epoch, piece)
+        target.copy_(flat(blocks[root]))  # last: it may be the memory of another block
     else:
         towards = next_hop(table.rank, root)
         source = table.links[towards]

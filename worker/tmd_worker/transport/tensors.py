@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+#: What torch says of a tensor of which it is sure; of others it does not know, and writes to them.
+_OVERLAPS = 1
 #: Messages up to this size go through the tree, larger ones around the ring. It decides the order of summation, so it is fixed.
 SMALL_BYTES = 64 << 10
 
@@ -50,11 +52,18 @@ def _check_arithmetic(kind: Reduction, dtype: torch.dtype) -> None:
         raise TypeError(f"ReduceOp.{kind.name} is not defined for {dtype} on the tmd backend; convert before and after")
 
 
-def check(tensors: Sequence[Tensor], operation: str) -> None:
-    """Raises TypeError for tensors that the backend cannot move."""
+def check(tensors: Sequence[Tensor], operation: str, written: Sequence[Tensor] = ()) -> None:
+    """Raises TypeError for tensors that the backend cannot move, ValueError for one of `written` without room for its elements."""
     for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            raise TypeError(f"{operation} on the tmd backend needs dense CPU tensors, got {tensor.layout} on {tensor.device}")
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
+            what = "a nested tensor" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
+            raise TypeError(f"{operation} on the tmd backend needs dense CPU tensors, got {what}")
+    for tensor in written:
+        if torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
+            raise ValueError(
+                f"{operation} cannot write to a tensor several elements of which are one place in memory (shape "
+                f"{list(tensor.shape)}, strides {list(tensor.stride())}, as expand() makes them); clone() it before"
+            )
 
 
 def size_bytes(tensor: Tensor) -> int:
