@@ -53,7 +53,7 @@ def _check_arithmetic(kind: Reduction, dtype: torch.dtype) -> None:
 
 
 def check(tensors: Sequence[Tensor], operation: str, written: Sequence[Tensor] = ()) -> None:
-    """Raises TypeError for tensors that the backend cannot move, ValueError for one of `written` without room for its elements."""
+    """Raises TypeError for tensors that the backend cannot move, ValueError for one of `written` that overlaps itself."""
     for tensor in tensors:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
             what = "a nested tensor" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
