@@ -350,6 +350,8 @@ def _no_text(config: Config, origins: Mapping[tuple[str, str], str]) -> Iterator
             path.encode()
         except UnicodeEncodeError:
             yield f"{origins.get(('daemon', key), DEFAULT)}: daemon.{key}: not UTF-8: {os.fsencode(path)!r}"
+        if "\0" in path:
+            yield f"{origins.get(('daemon', key), DEFAULT)}: daemon.{key}: no path has a NUL character: {path!r}"
 
 
 def _contradictions(config: Config, origins: Mapping[tuple[str, str], str]) -> Iterator[str]:

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+#: More is no configuration: a log, a disk image or a device that was named by mistake.
+LIMIT_BYTES = 128 << 10
 _LINE_IN_MESSAGE = re.compile(r" \(at line (\d+), column \d+\)| \(at end of document\)")
 
 
@@ -26,7 +28,7 @@ class ConfigFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._text = path.read_text(encoding="utf-8")
+            self._text = _text(path)
         except OSError as error:
             raise UnreadableFile(f"{path}: cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
@@ -35,6 +37,8 @@ class ConfigFile:
             self.table: dict[str, Any] = tomllib.loads(self._text)
         except tomllib.TOMLDecodeError as error:
             raise UnreadableFile(self._not_toml(str(error))) from None
+        except RecursionError:
+            raise UnreadableFile(f"{path}: not valid TOML: nested too deeply") from None
 
     def place(self, *path: str) -> str:
         """ "file:line" of a section, or of a key in it."""
@@ -44,7 +48,7 @@ class ConfigFile:
     def _lines(self) -> dict[tuple[str, ...], int]:
         """Where each section and each of its keys begins, counted from 1."""
         found: dict[tuple[str, ...], int] = {}
-        lines = self._text.replace("\r\n", "\n").split("\n")
+        lines = self._text.split("\n")
         begin = 1
         for number in range(1, len(lines) + 1):
             try:
@@ -60,6 +64,15 @@ class ConfigFile:
         told = _LINE_IN_MESSAGE.search(message)
         line = told[1] if told and told[1] else str(len(self._text.splitlines()) or 1)
         return f"{self.path}:{line}: not valid TOML: {_LINE_IN_MESSAGE.sub('', message)}"
+
+
+def _text(path: Path) -> str:
+    """Raises OSError, UnicodeDecodeError, UnreadableFile."""
+    with path.open("rb") as file:
+        data = file.read(LIMIT_BYTES + 1)
+    if len(data) > LIMIT_BYTES:
+        raise UnreadableFile(f"{path}: larger than {LIMIT_BYTES >> 10} KiB, which no configuration is: is it another file?")
+    return data.decode("utf-8").replace("\r\n", "\n")
 
 
 def _paths(table: dict[str, Any]) -> Iterator[tuple[str, ...]]:

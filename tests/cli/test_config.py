@@ -67,6 +67,8 @@ def test_a_slip_in_the_environment_is_noted() -> None:
     [
         ("mysql://x/y", "expected sqlite or postgresql, got 'mysql'"),
         ("postgresql//tmd:secret@db", "expected a URL such as"),
+        ("postgresql://tmd:secret@db:port/tmd", "expected a URL such as"),
+        ("postgresql://tmd:secret@[::1/tmd", "expected a URL such as"),
         ("sqlite://", "a ledger in memory would not outlive the daemon"),
     ],
 )

@@ -135,6 +135,20 @@ def test_bytes_that_are_no_text_are_said(tmp_path: Path) -> None:
         load(file, environ={})
 
 
+def test_a_file_that_can_be_no_configuration_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="/dev/zero: larger than 128 KiB, which no configuration is"):
+        load(Path("/dev/zero"), environ={})
+    with pytest.raises(ConfigError, match=r"tmd\.toml: not valid TOML: nested too deeply"):
+        load(written(tmp_path, "x = " + "[" * 100_000), environ={})
+
+
+@pytest.mark.parametrize("key", ["state_dir", "socket"])
+def test_a_path_that_cannot_be_is_refused(key: str, tmp_path: Path) -> None:
+    file = written(tmp_path, f'[daemon]\n{key} = "/run/\\u0000x"')
+    with pytest.raises(ConfigError, match=rf"tmd\.toml:2: daemon\.{key}: no path has a NUL character: '/run/\\x00x'"):
+        load(file, environ={})
+
+
 @pytest.mark.parametrize("key", ["state_dir", "socket"])
 def test_a_path_that_is_no_text_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"command line: daemon\.{key}: not UTF-8: b'/run/x\\xff'"):

@@ -37,7 +37,7 @@ def parse_url(text_url: str) -> URL:
     """The URL with the asynchronous driver filled in. Raises BadDatabaseUrl."""
     try:
         url = make_url(text_url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):  # the second for a port that is no number
         example = "sqlite:////var/lib/tmd/ledger.db or postgresql://host/tmd"
         raise BadDatabaseUrl(f"database: expected a URL such as {example}, got {without_password(text_url)!r}") from None
     drivers = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
