@@ -71,6 +71,20 @@ def test_a_state_that_track_was_not_told_of_ends_the_job_at_its_first_step(clust
     assert "train_small.py" in reason
 
 
+def test_a_fault_that_is_told_in_what_is_no_text_is_the_script_s_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
+    """As of a file whose name is not UTF-8: nobody is replaced for it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\nfrom tmd_worker import Session\n\ndef main(session):\n"
+        "    raise ValueError('no ' + os.fsdecode(b'caf\\xe9') + chr(0))\n\nSession.run(main)\n"
+    )
+    job = cluster.start_job(nnodes=1, steps=1, script=script)
+    reason = failed(job)
+    assert r"ValueError: no caf\udce9" in reason
+    assert "failed in the user's script" in reason
+    assert not [event for event in job.story(job.id) if event["kind"] == "lost"], "it was started again"
+
+
 def test_a_script_that_fails_on_import_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import no_such_module\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -56,6 +58,16 @@ def test_messages_come_back_as_they_went() -> None:
         agent_id="x", version=1, time_s=2.0, processes=(ProcessStatus(incarnation="a", pid=7, state="running", rank=status()),)
     )
     assert FROM_AGENT.decode(FROM_AGENT.encode(report)) == report
+
+
+def test_what_is_no_text_arrives_as_an_escape_and_the_rest_unchanged() -> None:
+    """A traceback that names a file whose name is not UTF-8: the script's own fault, so it must reach the daemon."""
+    name = os.fsdecode(b"caf\xe9")
+    sent = RankUpdate(status=RankStatus(job_id="j", incarnation=name, version=1, rank=None, commits=(Commit(4, 3, 1.5),)))
+    arrived = FROM_RANK.decode(FROM_RANK.encode(sent))
+    assert isinstance(arrived, RankUpdate)
+    assert arrived.status.incarnation == r"caf\udce9"
+    assert arrived.status.commits == sent.status.commits
 
 
 def test_an_older_minor_with_fewer_fields_and_a_newer_one_with_more_are_both_understood() -> None:

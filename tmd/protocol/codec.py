@@ -32,8 +32,12 @@ class Codec(Generic[_Message]):
         self._name = name
 
     def encode(self, message: _Message) -> bytes:
-        """Raises MessageRefused if the message is larger than MAX_MESSAGE_BYTES."""
-        data = self._encoder.encode(message)
+        """Raises MessageRefused if the message is larger than MAX_MESSAGE_BYTES. What is no text in it (half of a surrogate pair, as
+        in the name of a file that is not UTF-8) arrives as an escape."""
+        try:
+            data = self._encoder.encode(message)
+        except UnicodeEncodeError:
+            data = self._encoder.encode(_escaped(msgspec.to_builtins(message, builtin_types=(bytes, bytearray, memoryview))))
         if len(data) > MAX_MESSAGE_BYTES:
             kind = type(message).__name__
             raise MessageRefused(f"{kind} has {len(data)} bytes, the limit is {MAX_MESSAGE_BYTES}")
@@ -48,6 +52,17 @@ class Codec(Generic[_Message]):
         except msgspec.DecodeError as error:
             raise MessageRefused(f"message {self._name} refused: {error}") from None
         return message
+
+
+def _escaped(value: Any) -> Any:
+    """The same with only what UTF-8 has."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(entry) for entry in value]
+    return value
 
 
 class FrameReader(Generic[_Message]):
