@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import os
 import struct
 
 import numpy as np
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from tmd_worker.state import tree
 from tmd_worker.state.errors import StateMismatch, TrackRefused
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
-KEYS = st.text(max_size=5) | st.integers() | st.tuples(st.integers(), st.text(max_size=3))
+#: Also halves of surrogate pairs, which names of files have that are not UTF-8.
+LETTERS = st.characters(exclude_categories=())
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(LETTERS) | st.binary() | st.complex_numbers()
+KEYS = st.text(LETTERS, max_size=5) | st.integers() | st.tuples(st.integers(), st.text(max_size=3))
 VALUES = st.recursive(
     SCALARS | st.sets(st.integers()),
     lambda inner: (
@@ -89,6 +92,13 @@ def test_equal_sets_give_equal_bytes() -> None:
     one, other = {8, 16}, {16, 8}
     assert list(one) != list(other)
     assert tree.encode(one, "x") == tree.encode(other, "x")
+
+
+def test_what_is_no_utf_8_comes_back_and_cannot_name_a_tensor() -> None:
+    value = {os.fsdecode(b"caf\xe9"): [os.fsdecode(b"\xff"), "\u00e9"]}
+    assert tree.decode(tree.encode(value, "x"), "x") == value
+    with pytest.raises(TrackRefused, match=r"cannot track 'x.\\udcff': the name of a tensor must be UTF-8"):
+        tree.encode({"\udcff": torch.ones(1)}, "x", {}.__setitem__)
 
 
 def test_what_has_no_form_is_refused_by_name() -> None:

@@ -44,6 +44,8 @@ def decode(data: bytes, name: str, tensors: Mapping[str, torch.Tensor] | None = 
 
 def _encode(value: Any, name: str, tensors: TensorSink | None, depth: int) -> Any:
     kind = type(value)
+    if kind is str and not _is_text(value):
+        return ["u", value.encode(errors="surrogatepass")]
     if kind in _PLAIN:
         return value
     if kind is int:
@@ -62,9 +64,22 @@ def _encode(value: Any, name: str, tensors: TensorSink | None, depth: int) -> An
     return _encode_other(value, name)
 
 
+def _is_text(value: str) -> bool:
+    """UTF-8 can hold it: it has no half of a surrogate pair, as os.listdir gives for names that are not UTF-8."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _encode_tensor(value: torch.Tensor, name: str, tensors: TensorSink | None) -> list[Any]:
     refuse_special(name, value)
     if tensors is not None:
+        if not _is_text(name):
+            raise TrackRefused(f"cannot track {name!r}: the name of a tensor must be UTF-8")
         tensors(name, value)
         return ["r", name]
     return ["x", dtype_name(value.dtype), list(value.shape), to_bytes(value)]
@@ -115,6 +130,8 @@ def _decode_leaf(tag: str, parts: list[Any], tensors: Mapping[str, torch.Tensor]
     match tag, parts:
         case "i", [text]:
             return int(text)
+        case "u", [data]:
+            return bytes(data).decode(errors="surrogatepass")
         case "x", [dtype, shape, data]:
             return from_bytes(data, dtype, tuple(shape))
         case "r", [name]:
