@@ -1,5 +1,5 @@
-"""A disk without room, a real one: what cannot be written is said with the remedy, what was acknowledged stays, and it goes on once
-there is room. Needs root, to mount it."""
+"""A disk without room, a real one: what cannot be written is said with the remedy, what was acknowledged stays, and it goes on
+once there is room. Needs root, to mount it."""
 
 from __future__ import annotations
 

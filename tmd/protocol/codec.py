@@ -32,8 +32,8 @@ class Codec(Generic[_Message]):
         self._name = name
 
     def encode(self, message: _Message) -> bytes:
-        """Raises MessageRefused if the message is larger than MAX_MESSAGE_BYTES. What is no text in it (half of a surrogate pair, as
-        in the name of a file that is not UTF-8) arrives as an escape."""
+        """Raises MessageRefused if the message is larger than MAX_MESSAGE_BYTES. What is no text in it (half of a surrogate pair,
+        as in the name of a file that is not UTF-8) arrives as an escape."""
         try:
             data = self._encoder.encode(message)
         except UnicodeEncodeError:
