@@ -7,11 +7,12 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from aiohttp.http_exceptions import BadHttpMessage
 
-from tests.daemon.rig import Daemon
+from tests.daemon.rig import DEADLINE_S, Daemon
 from tmd.daemon.http_log import QUIET_S, ClientMistakes
 
 POST = b"POST /v1/nodes/n1/drain HTTP/1.1\r\nHost: tmd\r\n"
@@ -88,3 +89,24 @@ def test_what_is_no_clients_mistake_is_told_in_full() -> None:
     record = logging.LogRecord("aiohttp.server", logging.ERROR, "x.py", 1, "Error", (), (type(error), error, None))
     assert ClientMistakes().filter(record)
     assert (record.levelname, record.exc_info is None) == ("ERROR", False)
+
+
+def test_who_only_connects_over_tcp_takes_the_daemon_from_nobody(make_daemon: Callable[..., Daemon]) -> None:
+    """1. Somebody opens more connections than the daemon may have files, and ends no request. 2. Operators are served.
+    3. All those connections are ended, and the log has some lines of it, not a thousand a second."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    few_files = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
+    daemon = make_daemon("--listen", f"127.0.0.1:{address[1]}").start(prefix=few_files)
+    with contextlib.ExitStack() as open_ones:
+        idle = [open_ones.enter_context(socket.create_connection(address, DEADLINE_S)) for _ in range(400)]
+        for each in idle:
+            with contextlib.suppress(ConnectionError):
+                each.sendall(b"GET /v1/health HTTP/1.1\r\nX: ")
+        daemon.client.get("/v1/status")
+        for each in idle:
+            with contextlib.suppress(ConnectionError):
+                assert each.recv(1) == b""
+    told = [line["msg"] for line in daemon.log_lines() if line["level"] != "info"]
+    assert any("connections over TCP are open" in line for line in told)
+    assert len(told) < 20, told

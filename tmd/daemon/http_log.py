@@ -39,13 +39,38 @@ class ClientMistakes(logging.Filter):
         return True
 
 
+class OutOfDescriptors(logging.Filter):
+    """For asyncio's logger, which tells a thousand times a second that no connection can be taken. The rest passes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._quiet_until_s = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("socket.accept() out of system resource"):
+            return True
+        now_s = self._clock()
+        if now_s < self._quiet_until_s:
+            return False
+        self._quiet_until_s = now_s + QUIET_S
+        record.msg, record.args = (
+            "no connection can be taken: this process may have no more open files; raise LimitNOFILE in the unit (ulimit -n)",
+            (),
+        )
+        record.exc_info = record.exc_text = None
+        return True
+
+
 def _in_one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:_SHOWN_CHARACTERS]
 
 
 _MISTAKES = ClientMistakes()
+_DESCRIPTORS = OutOfDescriptors()
 
 
 def quiet_http() -> None:
     """From now on, for all listeners of this process."""
     logging.getLogger("aiohttp.server").addFilter(_MISTAKES)
+    logging.getLogger("asyncio").addFilter(_DESCRIPTORS)

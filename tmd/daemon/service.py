@@ -27,6 +27,7 @@ from tmd.core.instructions import DirectAgent, Persist, RefuseAgent, ReleaseNode
 from tmd.core.records import JobRecord, LedgerSnapshot
 from tmd.daemon.admission import Admissions, Tokens
 from tmd.daemon.agents import AgentHub
+from tmd.daemon.callers import Callers, half_of_the_descriptors
 from tmd.daemon.health_drains import HealthDrains
 from tmd.daemon.http_log import quiet_http
 from tmd.daemon.identity import operators
@@ -55,8 +56,8 @@ log = logging.getLogger("tmd.daemon")
 
 #: Connections that may wait to be taken; the kernel may allow fewer (net.core.somaxconn).
 BACKLOG = 1024
-#: Connections have this long to end by themselves when the daemon stops.
-STOP_TIMEOUT_S = 3.0
+#: Of those so many are taken before the first of them is looked at.
+TAKEN_AT_ONCE = 32
 
 
 class CannotStart(RuntimeError):
@@ -245,13 +246,18 @@ async def _slurm_nodes(settings: SlurmSettings) -> AsyncIterator[SlurmNodes]:
 
 @contextlib.asynccontextmanager
 async def _listening(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=STOP_TIMEOUT_S)
+    callers = Callers(app, None if listener.family == socket.AF_UNIX else half_of_the_descriptors())
+    runner = callers.runner
     path = listener.getsockname() if listener.family == socket.AF_UNIX else None
     await runner.setup()
     quiet_http()
     try:
-        await web.SockSite(runner, listener, backlog=BACKLOG).start()
-        yield
+        server = await asyncio.get_running_loop().create_server(callers, sock=listener, backlog=TAKEN_AT_ONCE)
+        listener.listen(BACKLOG)  # asyncio means by it how many it takes at once, too
+        try:
+            yield
+        finally:
+            server.close()
     finally:
         if path is not None:
             # While it still listens: later it might be the next daemon's.
