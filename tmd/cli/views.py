@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from tmd.cli.output import NOTHING, Listing, age, clock, count, lines, ms, natural, show
+from tmd.cli.output import NOTHING, Listing, age, clock, count, lines, ms, natural, show, text
 from tmd.core.records import PHASES
 
 JOB_ENDED = ("done", "failed")
@@ -209,7 +209,7 @@ def _handoff(rank: str, handoff: dict[str, Any]) -> list[tuple[str, object]]:
     each = handoff.get("sources") or []
     if len(each) > 1:
         moved = ", ".join(f"{one['size_bytes']} by {one['transport']} from rank {one['rank']}" for one in each)
-    parts = ", ".join(f"{part} {ms(seconds)}" for part, seconds in handoff["parts_s"].items())
+    parts = ", ".join(f"{part} {text(ms(seconds))}" for part, seconds in handoff["parts_s"].items())
     return [
         (f"rank {rank}: state by", f"{handoff['transport']}, from {handoff['source']}"),
         (f"rank {rank}: because", handoff["why"]),
