@@ -249,13 +249,19 @@ def test_the_bytes_of_a_handoff_are_shown_by_source_if_there_were_several(daemon
     """Records of before know none."""
     sources = tuple(HandoffSource(rank=rank, node=f"n{rank}", transport="tcp", size_bytes=10 + rank) for rank in (2, 3))
     report = HandoffReport(
-        transport="tcp", why="", source="rank 2 on n2, rank 3 on n3", bytes_by_transport={"tcp": 25}, sources=sources
+        transport="tcp",
+        why="",
+        source="rank 2 on n2, rank 3 on n3",
+        bytes_by_transport={"tcp": 25},
+        parts_s={"manifest": 0.0034032650000881404, "bytes": 0.25},
+        sources=sources,
     )
     answer = plain(migration_view(**DONE, handoffs={1: report}))
     daemon.answers["GET /v1/migrations/m1"] = answer
     output = fine(tmctl("migration", "show", "m1"))
     assert "tcp, from rank 2 on n2, rank 3 on n3" in output
     assert "12 by tcp from rank 2, 13 by tcp from rank 3" in output
+    assert "manifest 3.4, bytes 250\n" in output
     del answer["record"]["handoffs"]["1"]["sources"]
     assert "25 by tcp" in fine(tmctl("migration", "show", "m1"))
     assert msgspec.convert(answer["record"]["handoffs"]["1"], HandoffReport).sources == ()
@@ -339,6 +345,27 @@ def test_run_sends_command_environment_and_folder(
         "cwd": str(tmp_path),
         "log_dir": str(tmp_path / "logs"),
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "set_to", "sent"),
+    [
+        (["--nodes", "2"], None, "1"),
+        (["--standby", "1"], None, "1"),
+        (["--nproc-per-node", "2"], "", "1"),
+        (["--nodes", "2"], "4", "4"),
+        ([], None, None),
+    ],
+)
+def test_processes_that_share_this_machine_get_one_thread_each(
+    daemon: FakeDaemon, tmctl: Tmctl, monkeypatch: pytest.MonkeyPatch, options: list[str], set_to: str | None, sent: str | None
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_to)
+    daemon.answers["POST /v1/local/jobs"] = (201, LOCAL_JOB)
+    fine(tmctl("local", "run", *options, "--", "-m", "train"))
+    assert daemon.asked[0][1]["env"].get("OMP_NUM_THREADS") == sent
 
 
 def test_run_refuses_an_unreadable_script_before_anything_starts(daemon: FakeDaemon, tmctl: Tmctl) -> None:

@@ -24,6 +24,7 @@ from tmd.protocol.keys import fingerprint
         ({"script_digest": "d2"}, "its script has digest d2, the job's has d1"),
         ({"versions": {"torch": "3", "cpu_capability": "AVX2"}}, "torch is 3 there and 2 on the job's first node"),
         ({"versions": {"torch": "2", "cpu_capability": "AVX512"}}, "cpu_capability is AVX512 there and AVX2"),
+        ({"versions": {"torch": "2", "cpu_capability": "AVX2", "threads": "4"}}, "OMP_NUM_THREADS is 4 there and missing"),
         ({"versions": {"torch": "2"}}, "cpu_capability is missing there and AVX2"),
         ({"job_id": ""}, "names no job, no node or no agent"),
     ],

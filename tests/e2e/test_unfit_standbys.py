@@ -93,7 +93,8 @@ def test_another_cpu_capability(job: Job, standby: Callable[..., HandAgent]) -> 
 
 
 def test_another_number_of_threads(job: Job, standby: Callable[..., HandAgent]) -> None:
-    assert "threads is 2 there and 1 on the job's first node" in refusal(job, standby("hand4", OMP_NUM_THREADS="2"), "hand4")
+    said = refusal(job, standby("hand4", OMP_NUM_THREADS="2"), "hand4")
+    assert "OMP_NUM_THREADS is 2 there and 1 on the job's first node" in said
 
 
 @pytest.mark.parametrize(

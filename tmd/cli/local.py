@@ -48,6 +48,8 @@ def local_run(
 ) -> None:
     """Start SCRIPT with its arguments on free nodes, in this directory and with this environment.
 
+    OMP_NUM_THREADS is 1 where it is not set, unless the job is a single process: local nodes share the cores of this machine.
+
     A daemon that is being started is waited for.
 
     \b
@@ -64,7 +66,7 @@ def local_run(
         "nnodes": nnodes,
         "standby": standby,
         "nproc_per_node": nproc_per_node,
-        "env": _environment(),
+        "env": _environment(processes=(nnodes + standby) * nproc_per_node),
         "cwd": here,
         "log_dir": str(log_dir.absolute()) if log_dir else "",
     }
@@ -88,13 +90,19 @@ def _here() -> str:
     return here
 
 
-def _environment() -> dict[str, str]:
-    """This environment, as far as it is text; what is left out is named."""
+def _environment(*, processes: int) -> dict[str, str]:
+    """This environment, as far as it is text; what is left out is named.
+
+    OMP_NUM_THREADS is 1 if it does not say otherwise and several processes share this machine, as all local nodes do: with a
+    thread for each core in every one of them they wait for one another's threads at each operation.
+    """
     chosen = {name: value for name, value in os.environ.items() if is_text(name) and is_text(value)}
     left_out = sorted(os.environ.keys() - chosen.keys())
     if left_out:
         names = ", ".join(name if is_text(name) else shown_bytes(name) for name in left_out)
         click.echo(f"warning: not UTF-8, so not in the job's environment: {names}", err=True)
+    if processes > 1 and not chosen.get("OMP_NUM_THREADS"):
+        chosen["OMP_NUM_THREADS"] = "1"
     return chosen
 
 

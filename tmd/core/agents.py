@@ -62,7 +62,8 @@ def difference(record: JobRecord, hello: AgentHello) -> str | None:
     for name in sorted(record.versions.keys() | hello.versions.keys()):
         here, there = hello.versions.get(name, "missing"), record.versions.get(name, "missing")
         if here != there:
-            return f"{where}: {name} is {here} there and {there} on the job's first node; results would differ"
+            spoken = "OMP_NUM_THREADS" if name == "threads" else name
+            return f"{where}: {spoken} is {here} there and {there} on the job's first node; results would differ"
     return None
 
 
