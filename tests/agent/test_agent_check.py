@@ -184,6 +184,20 @@ def main(session):
 Session.run(main)
 """
 
+FORWARD_BETWEEN = """
+def main(session):
+    (one, first), (other, last) = build(session), build(session)
+    session.track(one=one, other=other, first=first, last=last, data=batch)
+    for step in session.steps(10):
+        with step:
+            one(step.batch).sum().backward()
+            first.step()
+            one(other(step.batch)).sum().backward()
+            last.step()
+
+Session.run(main)
+"""
+
 LATE_COLLECTIVE = GOOD.replace(
     "            optimizer.step()", "            optimizer.step()\n        torch.distributed.barrier()"
 )
@@ -193,6 +207,7 @@ LATE_COLLECTIVE = GOOD.replace(
     ("script", "words"),
     [
         (TWO_OPTIMIZERS, ("a backward pass ran after first had stepped", "track first with undo=True")),
+        (FORWARD_BETWEEN, ("was called after this step's commit vote", "a DDP module", "undo=True")),
         (LATE_COLLECTIVE, ("barrier was called after this step's commit vote", "session.log_only()")),
         (CHECKPOINT, ("refused to open for writing", "checkpoint.pt", "a check that rehearses", "train.py:28")),
         (ALL_RANKS_ALIKE, ("cannot track data: nothing tells this tuple_iterator which rank it serves", "data(position, rank)")),
@@ -205,7 +220,18 @@ LATE_COLLECTIVE = GOOD.replace(
         ("sys.exit(3)\n", ("the script ended with sys.exit(3) before it came to Session.run(main)",)),
         ("import nothing_of_that_name\n", ("the script raised ModuleNotFoundError", "nothing_of_that_name")),
     ],
-    ids=["two optimizers", "late collective", "checkpoint", "iterator", "bug", "no loop", "no session", "exit", "import"],
+    ids=[
+        "two optimizers",
+        "forward between",
+        "late collective",
+        "checkpoint",
+        "iterator",
+        "bug",
+        "no loop",
+        "no session",
+        "exit",
+        "import",
+    ],
 )
 def test_what_a_rank_would_fail_with_is_an_error(script: str, words: tuple[str, ...], tmp_path: Path) -> None:
     done = check(tmp_path, script)

@@ -209,7 +209,9 @@ class MemberEngine:
             self._hold_for_restart()
         except SystemExit as ended:
             if self._core.phase != "finished":
-                self._end_failed(f"main called sys.exit({ended.code!r}) before its last step\n{traceback.format_exc()}")
+                # Its last line is what the end of the job is told by.
+                rule = f"main called sys.exit({ended.code!r}) before its last step: let the loop run to its end"
+                self._end_failed(f"{traceback.format_exc()}{rule}\n")
             raise
         except Exception as error:
             mistake = mistakes.told(error)

@@ -23,7 +23,8 @@ from tmd_worker.transport.work import Operation, TmdWork
 
 _REMEDY = (
     "{name} was called after this step's commit vote and before its end: if it failed on some ranks only, they would go on with "
-    "different values. Move it before optimizer.step(), or, if its result is only logged, put it in `with session.log_only():`"
+    "different values. Move it before optimizer.step(), or, if its result is only logged, put it in `with session.log_only():`. "
+    "If a DDP module called it, in a pass for another optimizer, track the one that has stepped with undo=True"
 )
 
 
