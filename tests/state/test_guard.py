@@ -245,7 +245,7 @@ def test_the_network_and_new_programs_are_refused(tmp_path: Path) -> None:
         socket.socket(socket.AF_UNIX).connect(str(scratch / "s"))
         refused(lambda: socket.socket(socket.AF_UNIX).connect(str(outside / "s")), "connect to")
         refused(lambda: subprocess.run(["true"]), "start the program 'true'")
-        refused(lambda: os.system("true"))
+        refused(lambda: os.system("true"), "start the program 'true'")
         refused(lambda: os.posix_spawn("/bin/true", ["true"], {}))
         refused(lambda: os.execv("/bin/true", ["true"]))
         """,

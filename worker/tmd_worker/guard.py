@@ -205,9 +205,10 @@ def _compiles(frame: FrameType | None) -> bool:
 
 
 def _refuse(action: str, what: Any) -> None:
+    named = os.fsdecode(what) if isinstance(what, bytes) else what
     raise SandboxRefused(
-        f"refused to {_SPOKEN.get(action, action)} {what!r}: this process is {_who} that rehearses as rank {_role}, and only the "
-        "real rank may do that; put it under `if session.live:` (or, in the loop, under `if step.committed:`)"
+        f"refused to {_SPOKEN.get(action, action)} {named!r}: this process is {_who} that rehearses as rank {_role}, and only "
+        "the real rank may do that; put it under `if session.live:` (or, in the loop, under `if step.committed:`)"
     )
 
 

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
     script = rest[1] if module else rest[0]
     reporter = Reporter(script, out, as_json=as_json)
     session.engine_of_check = CheckEngine(world_size, reporter)
-    guard.activate(0, "a check that rehearses as a standby would")
+    guard.activate(0, "a check")
     what = "the script ended without calling Session.run(main)"
     try:
         if module:
