@@ -39,8 +39,10 @@ class Gradients:
             parameter.requires_grad_(wanted)
 
     def learn(self) -> None:
-        """The shadow steps are over: a standby keeps the memory for its role's gradients."""
-        self._learned = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        """The shadow steps are over: a standby keeps the memory for its role's gradients, zeros by now, as in the pause it would
+        take as long as to hand over a quarter of the state."""
+        zeroed = {name: _zeroed(parameter.grad) for name, parameter in self._parameters.items()}
+        self._learned = {name: gradient for name, gradient in zeroed.items() if gradient is not None}
 
     def presence(self) -> bytes:
         """One byte for each parameter in order, for a joiner."""
@@ -57,7 +59,7 @@ class Gradients:
         for (name, parameter), byte in zip(self._parameters.items(), presence, strict=True):
             parameter.requires_grad_(bool(byte & _WANTED))
             if byte & _HELD:
-                learned = _zeroed(self._learned.get(name))
+                learned = self._learned.get(name)
                 parameter.grad = torch.zeros_like(parameter) if learned is None else learned
             else:
                 parameter.grad = None

@@ -73,12 +73,12 @@ class LoadPlan:
         for name, parameter in tracked.parameters.items():
             if structure.tensors[name].data_ptr() != parameter.data_ptr():
                 write_into(parameter, structure.tensors[name])
-        tensors = {
-            entry.name: structure.tensors[entry.name].to(_device(tracked, entry))
-            for entry in self._manifest.entries[len(tracked.parameters) :]
-        }
+        rest = self._manifest.entries[len(tracked.parameters) :]
+        moved = None
+        if any(entry.device != "cpu" for entry in rest):
+            moved = {entry.name: structure.tensors[entry.name].to(_device(tracked, entry)) for entry in rest}
         for name, optimizer in tracked.optimizers.items():
-            structure.optimizers[name].put(optimizer, tracked.parameters, tensors)
+            structure.optimizers[name].put(optimizer, tracked.parameters, moved)
         for name, scheduler in tracked.schedulers.items():
             scheduler.load_state_dict(structure.schedulers[name])
         for name, scaler in tracked.scalers.items():
@@ -173,7 +173,7 @@ def _destination(tracked: Tracked, entry: TensorEntry) -> torch.Tensor:
     if parameter is not None and parameter.device.type == "cpu" and is_dense(parameter):
         return parameter.detach()
     kept = tracked.pool.get(entry.name)
-    if kept is not None and TensorEntry.of(entry.name, kept) == entry:
+    if kept is not None and tracked.learned[entry.name] == entry:
         return kept
     return allocate(entry.shape, entry.order, DTYPES[entry.dtype])
 

@@ -35,7 +35,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     def contradiction(self) -> str:
         """What makes it impossible, in words; empty: nothing."""
         dtype = DTYPES.get(self.dtype)
-        if dtype is None or any(size < 0 for size in self.shape) or len(self.shape) > MAX_DIMENSIONS:
+        if dtype is None or min(self.shape, default=0) < 0 or len(self.shape) > MAX_DIMENSIONS:
             return f"has the impossible type or shape {self.dtype}{self.shape}"
         if self.size_bytes != math.prod(self.shape) * dtype.itemsize:
             return f"announces {self.size_bytes} bytes for {self.dtype}{self.shape}"

@@ -85,6 +85,8 @@ class OptimizerState:
             self.groups: list[tuple[list[str], dict[str, Any]]] = [(group[0], group[1]) for group in parts["groups"]]
             self._states: dict[str, bytes] = dict(parts["state"])
             self._others: dict[Any, Any] = dict(parts["others"])
+            #: By parameter, made of the tensors that `check` was given.
+            self._checked: dict[str, Any] = {}
         except (TypeError, LookupError, ValueError) as error:
             raise StateMismatch(f"{name}: malformed: {error!r}; nothing was changed") from error
 
@@ -110,16 +112,17 @@ class OptimizerState:
             if member not in members:
                 raise StateMismatch(f"{self._name}: state for {member!r}, which it does not step here; nothing was changed")
         seen = _Seen(tensors)
-        for member, data in self._states.items():
-            tree.decode(data, f"{self._name}/{member}", seen)
+        self._checked = {member: tree.decode(data, f"{self._name}/{member}", seen) for member, data in self._states.items()}
         return seen.names
 
-    def put(self, optimizer: Optimizer, parameters: Parameters, tensors: Mapping[str, torch.Tensor]) -> None:
-        """In place: groups, hyperparameters, and the state made of `tensors` themselves."""
+    def put(self, optimizer: Optimizer, parameters: Parameters, moved: Mapping[str, torch.Tensor] | None) -> None:
+        """In place: groups, hyperparameters, and the state made of the tensors themselves that it was checked with, or of those
+        that they were moved to."""
         regroup(optimizer, [[parameters[member] for member in members] for members, _ in self.groups])
         optimizer.state.clear()
         for member, data in self._states.items():
-            optimizer.state[parameters[member]] = tree.decode(data, f"{self._name}/{member}", tensors)
+            state = self._checked[member] if moved is None else tree.decode(data, f"{self._name}/{member}", moved)
+            optimizer.state[parameters[member]] = state
         optimizer.state.update(self._others)
         for (_, there), here in zip(self.groups, optimizer.param_groups, strict=True):
             put_hyperparameters(here, there)

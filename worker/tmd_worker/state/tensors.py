@@ -20,15 +20,28 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True for nearly all: nothing else need be asked then."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.dtype in _NAMES
+        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def refuse_special(name: str, tensor: torch.Tensor) -> None:
     """Raises TrackRefused unless `tensor` is plain: whole, strided and with memory of its own."""
+    if _is_plain(tensor):
+        return
     what = ""
     if torch.nn.parameter.is_lazy(tensor):
         what = "not initialised yet (a lazy module): run the model once before session.track"
@@ -66,6 +79,8 @@ def _end_bytes(tensor: torch.Tensor) -> int:
     """How much storage it needs."""
     if not tensor.numel():
         return 0
+    if tensor.is_contiguous():
+        return int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 

@@ -114,6 +114,9 @@ def _decode(node: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise ValueError("nested too deep")
     tag, *parts = node
+    if tag == "r":
+        (name,) = parts
+        return tensors[name]
     if tag in _SEQUENCES:
         return _SEQUENCES[tag](_decode(part, tensors, depth + 1) for part in parts)
     if tag in _MAPPINGS:
@@ -134,8 +137,6 @@ def _decode_leaf(tag: str, parts: list[Any], tensors: Mapping[str, torch.Tensor]
             return bytes(data).decode(errors="surrogatepass")
         case "x", [dtype, shape, data]:
             return from_bytes(data, dtype, tuple(shape))
-        case "r", [name]:
-            return tensors[name]
         case "z", [real, imag]:
             return complex(real, imag)
         case "a", [dtype, shape, data]:
