@@ -17,6 +17,7 @@ import pytest
 from tests.daemon import records
 from tests.daemon.rig import DEADLINE_S
 from tmd.core.instructions import Persist
+from tmd.ledger import wal
 from tmd.ledger.backup import backup
 from tmd.ledger.check import check
 from tmd.ledger.errors import LedgerDamaged
@@ -239,6 +240,30 @@ def test_beside_a_process_that_writes_nothing_is_ever_called_damage(tmp_path: Pa
         process.kill()
         process.communicate(timeout=DEADLINE_S)
     assert lost_commits(database) == "", "after a kill, either"
+
+
+def test_a_frame_that_was_read_before_it_was_written_is_looked_at_again(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    1. The log is read while another process writes: an early frame is not there yet, those behind it are by then.
+    2. It is read again: all of it is there.
+    """
+    database = written.killed("early")
+    index_of(database).unlink()
+    whole = log_of(database).read_bytes()
+    overwrite(log_of(database), frame_at(2), bytes(FRAME_BYTES))
+    look = wal._look
+    losses = []
+
+    def then_written(*arguments: Path) -> object:
+        losses.append(look(*arguments))
+        log_of(database).write_bytes(whole)
+        return losses[-1]
+
+    monkeypatch.setattr(wal, "_look", then_written)
+    assert lost_commits(database) == ""
+    assert losses[0] is not None
 
 
 def test_a_look_leaves_the_locks_of_its_own_process_alone(written: Written, tmp_path: Path) -> None:
