@@ -4,7 +4,9 @@
 
 A round runs each of the contestants a few times in a row; the order turns around from round to round. A round's time is that of
 the slowest rank for one call; the figures are medians over the rounds. CPU time is that of all ranks together. `bytes` is the
-size of what every rank ends with (all-reduce, broadcast, all-gather) or brings (reduce-scatter). Writes OUT, a list of
+size of what every rank ends with (all-reduce, broadcast, all-gather, all-to-all) or brings (reduce, reduce-scatter), of what the
+root ends with (gather) or brings (scatter), and of each message (send/recv, in which every rank sends to the next one and
+receives from the one before). Writes OUT, a list of
 {op, ranks, bytes, link, delta_ms, gloo_ms, ratio, delta_cpu_ms, gloo_cpu_ms}, ratio = gloo_ms / delta_ms, and a table beside it.
 `link`: "tcp" (loopback device), "unix" (sockets within the host) or "shm" (memory); gloo always uses TCP.
 
@@ -30,6 +32,7 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from tmd.protocol.membership import Member, Membership
@@ -43,7 +46,18 @@ from tmd_worker.transport.shell import TmdProcessGroup
 OUT = Path("out/bench/collectives.json")
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-OPERATIONS = ("allreduce", "allgather", "reduce_scatter", "broadcast", "barrier")
+OPERATIONS = (
+    "allreduce",
+    "allgather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "alltoall",
+    "sendrecv",
+    "barrier",
+)
 LINKS = ("tcp", "unix", "shm")
 #: A round moves about this much, so that short calls are many.
 ROUND_BYTES = 2 * MIB
@@ -299,13 +313,49 @@ def _call(group: Any, operation: str, size: int, size_bytes: int) -> Callable[[]
     if operation == "reduce_scatter":
         scattering = waited_for(dist.ReduceScatterOptions())
         return lambda: group._reduce_scatter_base(part, whole, scattering).wait()
+    if operation == "alltoall":
+        exchanging = waited_for(dist.AllToAllOptions())
+        result = torch.zeros_like(whole)
+        return lambda: group.alltoall_base(result, whole, [], [], exchanging).wait()
+    if operation == "sendrecv":
+        return _message(group, size, whole)
+    if operation == "barrier":
+        meeting = waited_for(dist.BarrierOptions())
+        return lambda: group.barrier(meeting).wait()
+    return _rooted_call(group, operation, whole, part)
+
+
+def _rooted_call(group: Any, operation: str, whole: Tensor, part: Tensor) -> Callable[[], Any]:
+    """Rank 0 is the root."""
+    blocks = [list(whole.view(-1, part.numel()).unbind(0))] if group.rank() == 0 else []
     if operation == "broadcast":
         sending = waited_for(dist.BroadcastOptions())
-        sending.rootRank = 0
-        sending.rootTensor = 0
+        sending.rootRank = sending.rootTensor = 0
         return lambda: group.broadcast([whole], sending).wait()
-    meeting = waited_for(dist.BarrierOptions())
-    return lambda: group.barrier(meeting).wait()
+    if operation == "reduce":
+        summing = waited_for(dist.ReduceOptions())
+        summing.rootRank = summing.rootTensor = 0
+        return lambda: group.reduce([whole], summing).wait()
+    if operation == "gather":
+        gathering = waited_for(dist.GatherOptions())
+        gathering.rootRank = 0
+        return lambda: group.gather(blocks, [part], gathering).wait()
+    handing_out = waited_for(dist.ScatterOptions())
+    handing_out.rootRank = 0
+    return lambda: group.scatter([part], blocks, handing_out).wait()
+
+
+def _message(group: Any, size: int, whole: Tensor) -> Callable[[], Any]:
+    """As batch_isend_irecv makes it."""
+    following, previous = (group.rank() + 1) % size, (group.rank() - 1) % size
+    room = torch.zeros_like(whole)
+
+    def pass_on() -> None:
+        works = [group.send([whole], following, 0), group.recv([room], previous, 0)]
+        for work in works:
+            work.wait()
+
+    return pass_on
 
 
 def waited_for(options: Any) -> Any:
