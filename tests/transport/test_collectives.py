@@ -15,7 +15,8 @@ from tests.transport.mesh import Node, mesh, together
 from tests.transport.ranks import Rank, ranks, run_ranks
 from tests.transports import BOTH
 from tmd.protocol.control import TransportName
-from tmd_worker.transport.topology import branch, next_hop
+from tmd_worker.transport.rooted import TREE_BLOCK_BYTES
+from tmd_worker.transport.topology import branches, next_hop
 
 DTYPES = [
     torch.float32,
@@ -307,7 +308,7 @@ def test_the_links_of_a_rank_do_not_grow_with_the_number_of_members() -> None:
     assert in_all[64] == 253  # 64 around the ring, 63 in the tree (one of which the ring has, too), 63 for the vote, 64 buddies
 
 
-def test_gather_scatter_and_reduce_need_no_links_of_their_own() -> None:
+def test_small_gathers_scatters_and_reduces_need_no_links_of_their_own() -> None:
     with mesh(7) as made:
         before = {node.rank: node.fabric.links() for node in made.nodes}
 
@@ -330,26 +331,60 @@ def rooted_at(options: Any, root: int) -> Any:
 
 @pytest.mark.parametrize("size", [2, 5, 8])
 @pytest.mark.parametrize("root", [0, 1])
-def test_of_a_gather_every_link_carries_only_what_belongs_behind_it(size: int, root: int) -> None:
-    """Counted in frames: a member sends its own block and those of its branch, and nothing comes back."""
+def test_of_a_gather_every_link_carries_one_message_towards_the_root(size: int, root: int) -> None:
+    """Counted in frames: a member sends once, behind what came from each of its branches, and nothing comes back."""
     with mesh(size) as made:
+        frames = together(made.nodes, lambda node: gathered(node, root, 3))
+    for rank, (sent, received) in enumerate(frames):
+        assert sent == (0 if rank == root else 1)
+        assert received == len(branches(rank, size, None if rank == root else next_hop(rank, root)))
 
-        def body(node: Node) -> tuple[int, int]:
-            table = node.world._group.table
-            assert table is not None
-            outputs = [torch.zeros(3) for _ in range(size)] if node.rank == root else []
-            node.world.gather([outputs] if outputs else [], [torch.ones(3)], rooted_at(dist.GatherOptions(), root)).wait()
-            return sum(link.state.sent for link in table.links.values()), sum(
-                link.state.received for link in table.links.values()
-            )
 
-        frames = together(made.nodes, body)
-    sent = [count for count, _ in frames]
-    assert sent[root] == 0
-    assert frames[root][1] == size - 1
-    for rank in range(size):
-        if rank != root:
-            assert sent[rank] == len(branch(rank, size, next_hop(rank, root)))
+def test_large_blocks_go_straight_between_the_root_and_their_member() -> None:
+    """Counted in frames: none on the links of ring and tree. There are new links between the root and the others alone."""
+    size, root = 5, 3
+    elements = TREE_BLOCK_BYTES // 4 + 1
+    with mesh(size) as made:
+        for _ in range(2):
+            assert together(made.nodes, lambda node: gathered(node, root, elements)) == [(0, 0)] * size
+        assert together(made.nodes, lambda node: scattered(node, root, elements)) == [(0, 0)] * size
+        links = {node.rank: sorted(node.fabric.links()["world#direct"]) for node in made.nodes}
+        others = [rank for rank in range(size) if rank != root]
+        assert links == {rank: others if rank == root else [root] for rank in range(size)}
+        sums = together(made.nodes, lambda node: reduced(node, root, size * elements))
+        assert sums == [sum(range(size)) if rank == root else rank for rank in range(size)]
+        assert {node.rank: sorted(node.fabric.links()["world#direct"]) for node in made.nodes} == links
+
+
+def gathered(node: Node, root: int, elements: int) -> tuple[int, int]:
+    """Frames that were sent and received on the links of ring and tree."""
+    size, before = node.world.size(), frames_of(node)
+    outputs = [torch.zeros(elements) for _ in range(size)] if node.rank == root else []
+    own = torch.full((elements,), float(node.rank))
+    node.world.gather([outputs] if outputs else [], [own], rooted_at(dist.GatherOptions(), root)).wait()
+    assert [set(output.tolist()) for output in outputs] == [{rank} for rank in range(len(outputs))]
+    return frames_of(node)[0] - before[0], frames_of(node)[1] - before[1]
+
+
+def scattered(node: Node, root: int, elements: int) -> tuple[int, int]:
+    before, room = frames_of(node), torch.zeros(elements)
+    inputs = [[torch.full((elements,), float(rank)) for rank in range(node.world.size())]] if node.rank == root else []
+    node.world.scatter([room], inputs, rooted_at(dist.ScatterOptions(), root)).wait()
+    assert set(room.tolist()) == {node.rank}
+    return frames_of(node)[0] - before[0], frames_of(node)[1] - before[1]
+
+
+def reduced(node: Node, root: int, elements: int) -> float:
+    own = torch.full((elements,), float(node.rank))
+    node.world.reduce([own], rooted_at(dist.ReduceOptions(), root)).wait()
+    (value,) = set(own.tolist())
+    return float(value)
+
+
+def frames_of(node: Node) -> tuple[int, int]:
+    table = node.world._group.table
+    assert table is not None
+    return sum(link.state.sent for link in table.links.values()), sum(link.state.received for link in table.links.values())
 
 
 @pytest.mark.parametrize(

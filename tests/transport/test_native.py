@@ -65,8 +65,23 @@ def digests(rank: Rank) -> list[str]:
         dist.reduce_scatter(scattered, [(own + part).float() for part in range(rank.size)], dist.ReduceOp.AVG)
         dist.barrier()
         shared = [hash_of(result) for result in (*results, *gathered)]
-        found += [*shared, hash_of(scattered)]
+        found += [*shared, hash_of(scattered), *(hash_of(result) for result in moved_by_parts(rank, own.float()))]
     return found
+
+
+def moved_by_parts(rank: Rank, own: torch.Tensor) -> list[torch.Tensor]:
+    """Of what has a root, and of an all-to-all."""
+    last = rank.size - 1
+    at_root = rank.rank == last
+    total = own.clone()
+    dist.reduce(total, last)
+    gathered = [torch.empty_like(own) for _ in range(rank.size)] if at_root else None
+    dist.gather(own, gathered, last)
+    given = torch.empty_like(own)
+    dist.scatter(given, [own + part for part in range(rank.size)] if at_root else None, last)
+    exchanged = torch.empty(rank.size, own.numel())
+    dist.all_to_all_single(exchanged, torch.stack([own * part for part in range(rank.size)]))
+    return [total, *(gathered or []), given, exchanged]
 
 
 def hash_of(tensor: torch.Tensor) -> str:

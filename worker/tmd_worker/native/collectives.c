@@ -63,10 +63,10 @@ TMD_API int tmd_ring(tmd_link *following, tmd_link *previous, uint8_t *const *bl
     return result;
 }
 
-/* One frame up the tree, combined with the children's in their order, and the result down again. No parent: the root. Without
-   an operation and without bytes it is a barrier. */
+/* One frame up the tree, combined with the children's in their order, and with `back` the result down again. No parent: the
+   root. Without an operation and without bytes it is a barrier. */
 TMD_API int tmd_tree(tmd_link *parent, tmd_link *const *children, size_t n_children, uint8_t *data, uint32_t bytes, int type,
-                     int operation, int divisor, uint32_t epoch, tmd_outcome *outcome) {
+                     int operation, int divisor, int back, uint32_t epoch, tmd_outcome *outcome) {
     tmd_reduction reduction;
     if (reduction_of(&reduction, type, operation, divisor)) return tmd_end(outcome, TMD_UNKNOWN, parent, 0);
     tmd_receiver nothing = {.count = 0};
@@ -80,11 +80,12 @@ TMD_API int tmd_tree(tmd_link *parent, tmd_link *const *children, size_t n_child
         tmd_sender sender = {.link = parent, .frames = &down, .count = 1, .lead = 1};
         tmd_receiver receiver = {.link = parent, .frames = &down, .count = 1};
         if (tmd_transfer(&sender, 1, &nothing, epoch, TMD_KIND_DATA, outcome)) return -1;
+        if (!back) return 0;
         if (tmd_transfer(NULL, 0, &receiver, epoch, TMD_KIND_DATA, outcome)) return -1;
     } else if (divisor > 1) {
         tmd_divide(type, data, bytes / reduction.element_bytes, divisor);
     }
-    for (size_t i = 0; i < n_children; i++) {
+    for (size_t i = 0; i < n_children && back; i++) {
         tmd_sender sender = {.link = children[i], .frames = &down, .count = 1, .lead = 1};
         if (tmd_transfer(&sender, 1, &nothing, epoch, TMD_KIND_DATA, outcome)) return -1;
     }
@@ -104,6 +105,32 @@ TMD_API int tmd_broadcast(tmd_link *source, tmd_link *const *targets, size_t n_t
     }
     tmd_receiver receiver = {.link = source, .frames = frames, .count = source ? number : 0};
     int result = tmd_transfer(senders, n_targets, &receiver, epoch, TMD_KIND_DATA, outcome);
+    free(frames);
+    return result;
+}
+
+/* Sends to many links, as they have room, while it receives from others (or the same ones), one after the other. */
+TMD_API int tmd_exchange_all(const tmd_piece *outgoing, size_t n_out, const tmd_piece *incoming, size_t n_in, uint32_t epoch,
+                             tmd_outcome *outcome) {
+    size_t number = 0;
+    for (size_t i = 0; i < n_out; i++) number += frames_in(outgoing[i].bytes);
+    for (size_t i = 0; i < n_in; i++) number += frames_in(incoming[i].bytes);
+    tmd_frame *frames = malloc((number + 1) * sizeof *frames), *next = frames;
+    tmd_sender *senders = malloc((n_out + 1) * sizeof *senders);
+    int result = frames && senders ? 0 : tmd_end(outcome, TMD_NO_MEMORY, NULL, 0);
+    for (size_t i = 0; !result && i < n_out; i++) {
+        size_t count = frames_in(outgoing[i].bytes);
+        senders[i] = (tmd_sender){.link = outgoing[i].link, .frames = next, .count = count, .lead = count};
+        next = cut(next, outgoing[i].at, outgoing[i].bytes, 0, 0);
+    }
+    for (size_t i = 0; !result && i < n_in; i++) {
+        tmd_receiver receiver = {.link = incoming[i].link, .frames = next, .count = frames_in(incoming[i].bytes)};
+        next = cut(next, incoming[i].at, incoming[i].bytes, 0, 0);
+        result = tmd_take_in(senders, n_out, &receiver, epoch, TMD_KIND_DATA, outcome);
+    }
+    tmd_receiver nothing = {.count = 0};
+    if (!result) result = tmd_transfer(senders, n_out, &nothing, epoch, TMD_KIND_DATA, outcome);
+    free(senders);
     free(frames);
     return result;
 }

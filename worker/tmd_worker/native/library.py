@@ -42,6 +42,12 @@ class Frame(ctypes.Structure):
     _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_uint32), ("combine", ctypes.c_uint8), ("divide", ctypes.c_uint8))
 
 
+class Piece(ctypes.Structure):
+    """tmd_piece."""
+
+    _fields_ = (("link", ctypes.c_void_p), ("at", ctypes.c_void_p), ("bytes", ctypes.c_uint64))
+
+
 class Outcome(ctypes.Structure):
     """tmd_outcome."""
 
@@ -76,7 +82,8 @@ _U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
 _SIGNATURES = {
     "tmd_exchange": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _U32, ctypes.c_uint8, _ADDRESS),
     "tmd_ring": (_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT, _INT, _INT, _INT, _INT, _INT, _U32, _ADDRESS),
-    "tmd_tree": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _U32, _INT, _INT, _INT, _U32, _ADDRESS),
+    "tmd_exchange_all": (_ADDRESS, _SIZE, _ADDRESS, _SIZE, _U32, _ADDRESS),
+    "tmd_tree": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _U32, _INT, _INT, _INT, _INT, _U32, _ADDRESS),
     "tmd_broadcast": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _U64, _U32, _ADDRESS),
     "tmd_write": (_ADDRESS, _ADDRESS, _SIZE),
     "tmd_read": (_ADDRESS, _ADDRESS, _SIZE, _INT),

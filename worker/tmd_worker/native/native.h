@@ -77,6 +77,13 @@ typedef struct {
     uint8_t divide;  /* afterwards */
 } tmd_frame;
 
+/* What goes to one link, or comes from it, cut into frames. */
+typedef struct {
+    tmd_link *link;
+    uint8_t *at;
+    uint64_t bytes;
+} tmd_piece;
+
 /* The frames for one link, sent in order. Frame n goes out once n + 1 - lead frames were received in the same call. */
 typedef struct {
     tmd_link *link;
@@ -111,6 +118,7 @@ int tmd_pull(tmd_receiver *receiver, uint32_t epoch, uint8_t kind, int wait, tmd
 int tmd_end(tmd_outcome *outcome, int code, const tmd_link *link, int error);
 
 /* transfer.c */
+int tmd_take_in(tmd_sender *senders, size_t n, tmd_receiver *receiver, uint32_t epoch, uint8_t kind, tmd_outcome *outcome);
 int tmd_transfer(tmd_sender *senders, size_t n, tmd_receiver *receiver, uint32_t epoch, uint8_t kind, tmd_outcome *outcome);
 
 #endif

@@ -23,13 +23,13 @@ static int send_all(tmd_sender *senders, size_t n, const tmd_receiver *receiver,
     return moved;
 }
 
-/* Waits until one direction can go on. */
+/* Waits until one direction can go on. Of many links to send on it looks at the first ones that are not done. */
 static int wait_for_any(tmd_sender *senders, size_t n, const tmd_receiver *receiver, tmd_outcome *outcome) {
     tmd_link *links[TMD_MAX_POLLED];
     short events[TMD_MAX_POLLED];
     tmd_sender *sending[TMD_MAX_SENDERS];
     size_t number = 0;
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < n && number < TMD_MAX_SENDERS; i++) {
         if (!may_send(&senders[i], receiver)) continue;
         sending[number] = &senders[i];
         links[number] = senders[i].link;
@@ -54,8 +54,8 @@ static int wait_for_any(tmd_sender *senders, size_t n, const tmd_receiver *recei
     return 0;
 }
 
-/* Sends all frames of all senders and receives all of the receiver. 0: done, -1: over, see the outcome. */
-int tmd_transfer(tmd_sender *senders, size_t n, tmd_receiver *receiver, uint32_t epoch, uint8_t kind, tmd_outcome *outcome) {
+static int transfer(tmd_sender *senders, size_t n, tmd_receiver *receiver, int send_rest, uint32_t epoch, uint8_t kind,
+                    tmd_outcome *outcome) {
     for (;;) {
         int moved = send_all(senders, n, receiver, epoch, kind, outcome);
         if (moved < 0) return -1;
@@ -66,9 +66,19 @@ int tmd_transfer(tmd_sender *senders, size_t n, tmd_receiver *receiver, uint32_t
             int came = tmd_pull(receiver, epoch, kind, !open, outcome);
             if (came < 0) return -1;
             moved |= came;
-        } else if (!open) {
+        } else if (!open || !send_rest) {
             return 0;
         }
         if (!moved && wait_for_any(senders, n, receiver, outcome)) return -1;
     }
+}
+
+/* Sends all frames of all senders and receives all of the receiver. 0: done, -1: over, see the outcome. */
+int tmd_transfer(tmd_sender *senders, size_t n, tmd_receiver *receiver, uint32_t epoch, uint8_t kind, tmd_outcome *outcome) {
+    return transfer(senders, n, receiver, 1, epoch, kind, outcome);
+}
+
+/* Receives all of the receiver, and sends meanwhile what finds room; the senders may have something left afterwards. */
+int tmd_take_in(tmd_sender *senders, size_t n, tmd_receiver *receiver, uint32_t epoch, uint8_t kind, tmd_outcome *outcome) {
+    return transfer(senders, n, receiver, 0, epoch, kind, outcome);
 }

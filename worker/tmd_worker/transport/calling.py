@@ -60,7 +60,7 @@ class CallingGroup(dist.ProcessGroup):
         """What carries this group's collectives while this table is live."""
         if table.inner is not None:
             return table.inner
-        return DeltaCollectives(table, lambda: self._fabric.pairs.of(self._group, table.epoch).direct(table))
+        return DeltaCollectives(table, lambda members: self._fabric.pairs.of(self._group, table.epoch).direct(table, members))
 
     def _pairwise(
         self,

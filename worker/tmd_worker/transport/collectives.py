@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tmd_worker.core.ballot import tree_children, tree_parent
 from tmd_worker.transport import native
-from tmd_worker.transport.exchange import exchange
+from tmd_worker.transport.exchange import exchange, exchange_all, frames
 from tmd_worker.transport.inner import InnerGroup
 from tmd_worker.transport.link import Link
 from tmd_worker.transport.tensors import (
@@ -104,17 +104,23 @@ def reduce_scatter(table: LinkTable, output: Tensor, blocks: Sequence[Tensor], k
     output.detach().copy_(own.view(output.shape))
 
 
-def alltoall(table: LinkTable, links: Mapping[int, Link], outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
-    """incoming[i] = what member i passed as outgoing[own rank]. `links` leads to every other member, by group rank."""
+def alltoall(table: LinkTable, links: Mapping[int, Link], outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    """incoming[i] = what member i passed as outgoing[own rank]. `links`: to every other member, by group rank."""
     rank, size = table.rank, table.size
-    incoming[rank][:] = outgoing[rank]
-    for distance in range(1, size):
-        to, source = (rank + distance) % size, (rank - distance) % size
-        exchange(links[to], frames(outgoing[to]), links[source], frames(incoming[source]), table.epoch)
+    incoming[rank].copy_(outgoing[rank])
+    targets = [(rank + distance) % size for distance in range(1, size)]
+    sources = [(rank - distance) % size for distance in range(1, size)]
+    exchange_all(
+        [(links[target], outgoing[target]) for target in targets],
+        [(links[source], incoming[source]) for source in sources],
+        table.epoch,
+    )
 
 
 def combine_up(table: LinkTable, total: Tensor, kind: Reduction) -> None:
     """Afterwards member 0 has the reduction; the others hold partial sums."""
+    if native.tree_reduce(table, total, kind):
+        return
     for child in tree_children(table.rank, table.size):
         part = table.links[child].receive_small(Kind.DATA, table.epoch, size_bytes(total))
         combine(kind, total, from_bytes(part, total.dtype))
@@ -179,8 +185,3 @@ def ring_segments(total: Tensor, size: int) -> list[Tensor]:
     each = -(-elements // size)
     each = -(-each // _SEGMENT_ALIGNMENT) * _SEGMENT_ALIGNMENT
     return [total[min(i * each, elements) : min((i + 1) * each, elements)] for i in range(size)]
-
-
-def frames(data: memoryview) -> list[memoryview]:
-    """At most 1 MiB each; none for no data."""
-    return [data[start : start + MAX_PAYLOAD_BYTES] for start in range(0, len(data), MAX_PAYLOAD_BYTES)]

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from tmd_worker.transport import collectives, rooted
 from tmd_worker.transport.collectives import LinkTable
-from tmd_worker.transport.link import Link
-from tmd_worker.transport.tensors import Reduction, byte_view, flat, put_back, size_bytes
+from tmd_worker.transport.link import Held, Link
+from tmd_worker.transport.tensors import Reduction, flat, put_back, size_bytes
 
 
 class DeltaCollectives:
-    """`direct` opens a link to every other member, by group rank, if that has not been done."""
+    """`open_direct` opens links to these members, by group rank, as far as that has not been done."""
 
-    def __init__(self, table: LinkTable, direct: Callable[[], Mapping[int, Link]]) -> None:
+    def __init__(self, table: LinkTable, open_direct: Callable[[frozenset[int]], Mapping[int, Link]]) -> None:
         self._table = table
-        self._direct = direct
+        self._open_direct = open_direct
 
     def barrier(self) -> None:
         collectives.barrier(self._table)
@@ -28,10 +28,13 @@ class DeltaCollectives:
         collectives.allreduce(self._table, tensor, kind)
 
     def reduce(self, tensor: Tensor, kind: Reduction, root: int) -> None:
-        total = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        rooted.reduce(self._table, total, kind, root)
         if root == self._table.rank:
-            tensor.detach().copy_(total.view(tensor.shape))
+            total = flat(tensor)
+            rooted.reduce(self._table, self._direct, total, kind, root)
+            put_back(total, tensor)
+        else:
+            copy = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+            rooted.reduce(self._table, self._direct, copy, kind, root)
 
     def reduce_scatter(self, output: Tensor, blocks: Sequence[Tensor], kind: Reduction) -> None:
         copies = [block.detach().clone(memory_format=torch.contiguous_format).view(-1) for block in blocks]
@@ -44,24 +47,21 @@ class DeltaCollectives:
         collectives.allgather(self._table, outputs, own)
 
     def gather(self, blocks: Sequence[Tensor] | None, own: Tensor, root: int) -> None:
-        rooted.gather(self._table, blocks, own, root)
+        rooted.gather(self._table, self._direct, blocks, own, root)
 
     def scatter(self, output: Tensor, blocks: Sequence[Tensor] | None, root: int) -> None:
-        rooted.scatter(self._table, output, blocks, root)
+        rooted.scatter(self._table, self._direct, output, blocks, root)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         targets = [flat(output) for output in outputs]
-        outgoing = [byte_view(part) for part in _apart([flat(part) for part in inputs], targets)]
-        links = self._direct()
-        for link in links.values():
-            link.hold()
-        try:
-            collectives.alltoall(self._table, links, outgoing, [byte_view(target) for target in targets])
-        finally:
-            for link in links.values():
-                link.release()
+        outgoing = _apart([flat(part) for part in inputs], targets)
+        with self._direct(frozenset(range(self._table.size)) - {self._table.rank}) as links:
+            collectives.alltoall(self._table, links, outgoing, targets)
         for target, output in zip(targets, outputs, strict=True):
             put_back(target, output)
+
+    def _direct(self, members: frozenset[int]) -> Held:
+        return Held(self._open_direct(members))
 
 
 def _apart(parts: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:

@@ -1,14 +1,18 @@
-"""A full-duplex transfer between a link to send on and a link to receive from, in one thread."""
+"""Full-duplex transfers in one thread: between a link to send on and a link to receive from, or among many."""
 
 from __future__ import annotations
 
+import itertools
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from tmd_worker.transport import native
 from tmd_worker.transport.link import Link, LinkEnded
 from tmd_worker.transport.stream import HANG_UP, Stream, wait_for
-from tmd_worker.transport.wire import Kind
+from tmd_worker.transport.tensors import byte_view
+from tmd_worker.transport.wire import MAX_PAYLOAD_BYTES, Kind
 
 
 def exchange(
@@ -27,6 +31,28 @@ def exchange(
         if on_frame is None and native.exchange(out, outgoing, source, incoming, epoch):
             return
         _Exchange(out, outgoing, source, incoming, epoch, on_frame).run()
+
+
+def exchange_all(outgoing: Sequence[tuple[Link, Tensor]], incoming: Sequence[tuple[Link, Tensor]], epoch: int) -> None:
+    """Sends each tensor (contiguous) to its link, and receives each from its link, in this order. No two of either have the same
+    link. Raises LinkEnded.
+
+    Links take what they have room for, in the native core. In Python the n-th goes out while the n-th comes in, so nobody waits
+    in a circle if those who exchange are at the same place in one another's order.
+    """
+    if native.exchange_all(outgoing, incoming, epoch):
+        return
+    for sent, received in itertools.zip_longest(outgoing, incoming):
+        out = [] if sent is None else frames(byte_view(sent[1]))
+        room = [] if received is None else frames(byte_view(received[1]))
+        target, _ = sent or received
+        source, _ = received or sent
+        exchange(target, out, source, room, epoch)
+
+
+def frames(data: memoryview) -> list[memoryview]:
+    """At most 1 MiB each; none for no data."""
+    return [data[start : start + MAX_PAYLOAD_BYTES] for start in range(0, len(data), MAX_PAYLOAD_BYTES)]
 
 
 class _Exchange:

@@ -13,6 +13,7 @@ import math
 import select
 import socket
 import threading
+from collections.abc import Mapping
 
 from tmd_worker import faults
 from tmd_worker.transport.connection import Connection
@@ -385,3 +386,21 @@ class Link:
     def _is_stop(self, before: memoryview | None) -> bool:
         """`before`: what was read last."""
         return bool(self.state.stopped) or (before is not None and before[-HEADER_BYTES:] == STOP_FRAME)
+
+
+class Held:
+    """In a `with` statement: the calling thread is going to use these links. Opening and closing it costs no generator."""
+
+    __slots__ = ("_links",)
+
+    def __init__(self, links: Mapping[int, Link]) -> None:
+        self._links = links
+
+    def __enter__(self) -> Mapping[int, Link]:
+        for link in self._links.values():
+            link.hold()
+        return self._links
+
+    def __exit__(self, *_: object) -> None:
+        for link in self._links.values():
+            link.release()

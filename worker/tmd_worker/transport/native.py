@@ -7,11 +7,10 @@ contiguous and writable. All raise LinkEnded.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from tmd_worker import faults
 from tmd_worker.core.ballot import tree_children, tree_parent
 from tmd_worker.native import library
-from tmd_worker.native.library import Frame, Outcome
+from tmd_worker.native.library import Frame, Outcome, Piece
 from tmd_worker.transport.link import Link, LinkEnded
 from tmd_worker.transport.stream import why
 from tmd_worker.transport.tensors import Reduction, size_bytes
@@ -95,6 +94,21 @@ def exchange(out: Link, outgoing: Sequence[memoryview], source: Link, incoming: 
     return True
 
 
+def exchange_all(outgoing: Sequence[tuple[Link, Tensor]], incoming: Sequence[tuple[Link, Tensor]], epoch: int) -> bool:
+    """See transport.exchange."""
+    core = _usable()
+    if core is None:
+        return False
+    targets, sources = [link for link, _ in outgoing], [link for link, _ in incoming]
+    outcome = Outcome()
+    with _Sending(targets):
+        core.tmd_exchange_all(
+            _pieces(outgoing), len(outgoing), _pieces(incoming), len(incoming), epoch, ctypes.addressof(outcome)
+        )
+    _conclude(outcome, epoch, [*targets, *sources])
+    return True
+
+
 def ring_allreduce(table: LinkTable, segments: Sequence[Tensor], kind: Reduction) -> bool:
     """Every member ends with all segments, reduced (and divided, if it is an average)."""
     divisor = table.size if kind is Reduction.AVG else 1
@@ -117,6 +131,12 @@ def tree_allreduce(table: LinkTable, total: Tensor, kind: Reduction) -> bool:
     return _tree(table, total.data_ptr(), size_bytes(total), numbers(total.dtype, kind), divisor)
 
 
+def tree_reduce(table: LinkTable, total: Tensor, kind: Reduction) -> bool:
+    """Up the tree alone: member 0 ends with the result, the others with partial sums."""
+    divisor = table.size if kind is Reduction.AVG else 1
+    return _tree(table, total.data_ptr(), size_bytes(total), numbers(total.dtype, kind), divisor, back=False)
+
+
 def barrier(table: LinkTable) -> bool:
     """An empty frame up the tree, and down again."""
     return _tree(table, None, 0, _NO_REDUCTION, 1)
@@ -130,7 +150,7 @@ def broadcast(table: LinkTable, data: Tensor, source: int | None, targets: Seque
     links = [table.links[target] for target in targets]
     origin = None if source is None else table.links[source]
     outcome = Outcome()
-    with _sending(links):
+    with _Sending(links):
         core.tmd_broadcast(
             None if origin is None else origin.address,
             _addresses(links),
@@ -157,7 +177,7 @@ def vote(table: LinkTable, ballot: bytearray) -> tuple[LinkEnded | None, bool, L
     place = (ctypes.c_uint8 * len(ballot)).from_buffer(ballot)
     sent, outcome, below = ctypes.c_int32(), Outcome(), Outcome()
     arguments = (_addresses(children), len(children), ctypes.addressof(place), table.epoch, ctypes.addressof(sent))
-    with _sending(links):
+    with _Sending(links):
         core.tmd_vote(_address_of(parent), *arguments, ctypes.addressof(outcome), ctypes.addressof(below))
     from_above = parent is not None and outcome.link == parent.address
     broken = _how_it_ended(outcome, table.epoch, links, Kind.RESULT if from_above else Kind.BALLOT)
@@ -205,15 +225,17 @@ def _ring(
     return True
 
 
-def _tree(table: LinkTable, place: int | None, size: int, reduction: tuple[int, int] | None, divisor: int) -> bool:
+def _tree(
+    table: LinkTable, place: int | None, size: int, reduction: tuple[int, int] | None, divisor: int, *, back: bool = True
+) -> bool:
     core = _usable()
     if core is None or reduction is None:
         return False
     children, parent = _tree_links(table)
     links = children if parent is None else [*children, parent]
     outcome = Outcome()
-    arguments = (_addresses(children), len(children), place, size, *reduction, divisor, table.epoch)
-    with _sending(links):
+    arguments = (_addresses(children), len(children), place, size, *reduction, divisor, back, table.epoch)
+    with _Sending(links):
         core.tmd_tree(_address_of(parent), *arguments, ctypes.addressof(outcome))
     _conclude(outcome, table.epoch, links)
     return True
@@ -261,14 +283,20 @@ def _conclude(outcome: Outcome, epoch: int, links: Sequence[Link], kind: Kind = 
     raise AssertionError(f"the native core ended with {code.name} for no reason")
 
 
-@contextlib.contextmanager
-def _sending(links: Sequence[Link]) -> Iterator[None]:
-    for link in links:
-        link.tx_lock.acquire()
-    try:
-        yield
-    finally:
-        for link in links:
+class _Sending:
+    """With the locks of these links' senders. A generator would cost more than some collectives' bytes."""
+
+    __slots__ = ("_links",)
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self._links = links
+
+    def __enter__(self) -> None:
+        for link in self._links:
+            link.tx_lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        for link in self._links:
             link.tx_lock.release()
 
 
@@ -278,6 +306,13 @@ def _tensors(blocks: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 def _addresses(links: Sequence[Link]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(links))(*[link.address for link in links])
+
+
+def _pieces(moved: Sequence[tuple[Link, Tensor]]) -> ctypes.Array[Piece]:
+    pieces = (Piece * len(moved))()
+    for piece, (link, data) in zip(pieces, moved, strict=True):
+        piece.link, piece.at, piece.bytes = link.address, data.data_ptr(), data.nbytes
+    return pieces
 
 
 def _frames(views: Sequence[memoryview]) -> ctypes.Array[Frame]:

@@ -1,4 +1,5 @@
-"""Links between any two members of a group, opened when they are first used: for send/recv, and for all-to-all.
+"""Links between any two members of a group, opened when they are first used: for send/recv, and for collectives whose blocks go
+straight from one member to another.
 
 Contract: what was called ends, whatever becomes of the epoch. Who has posted a receive from any sender has links to all members
 of the group afterwards, and so has everybody after an all-to-all; otherwise there are links only between those who talk.
@@ -74,14 +75,15 @@ class GroupPairs:
                 self._channels[place] = channel
             return channel
 
-    # ---------------------------------------------------------------- all-to-all
+    # ---------------------------------------------------------------- collectives
 
-    def direct(self, table: LinkTable) -> dict[int, Link]:
-        """A link to every other member, for the group's thread alone. Every member must call it. Raises LinkError or Cancelled.
+    def direct(self, table: LinkTable, members: frozenset[int]) -> dict[int, Link]:
+        """A link to each of these members, for the group's thread alone; they must ask for the one to this member as well, in the
+        same collective. Raises LinkError or Cancelled.
 
         Those to lower ranks, which this side dials, come first: so nobody waits in a circle.
         """
-        for place in sorted(self._others - self._direct.keys()):
+        for place in sorted(members - self._direct.keys()):
             try:
                 link = self._open(DIRECT, place, table.epoch)
             except LinkError as error:
@@ -93,7 +95,7 @@ class GroupPairs:
                 link.shut()
             else:
                 self._host.pair_opened(self._group, DIRECT, self._group.ranks[place], link)
-        return dict(self._direct)
+        return self._direct.copy() if len(members) == len(self._others) else {place: self._direct[place] for place in members}
 
     def _open(self, use: str, place: int, epoch: int) -> Link:
         attempt = Attempt(epoch, self._group.timeout_s)

@@ -1,7 +1,8 @@
-"""The algorithms with a root, along the tree, which spans the group whoever the root is. They run in the group's thread.
+"""The algorithms with a root. They run in the group's thread.
 
-What is only for some goes only towards them: of a gather or scatter every link carries what belongs to the branch behind it, so
-no link is needed that the other collectives do not have.
+Small blocks of a gather or scatter, and whatever is small of a reduction, go along the tree, which spans the group whoever the
+root is: a link carries what belongs to the branch behind it, in one message. Larger blocks go straight between the root and their
+member, so that nobody copies what it only passes on, over links that are opened when they are first needed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from torch import Tensor
 
 from tmd_worker.core.ballot import tree_parent
 from tmd_worker.transport import native
-from tmd_worker.transport.collectives import LinkTable, combine_up, frames, ring_reduce, ring_segments
-from tmd_worker.transport.link import Link
+from tmd_worker.transport.collectives import LinkTable, combine_up, ring_reduce, ring_segments
+from tmd_worker.transport.exchange import exchange_all, frames
+from tmd_worker.transport.link import Held, Link
 from tmd_worker.transport.tensors import SMALL_BYTES, Reduction, byte_view, flat, put_back, size_bytes
 from tmd_worker.transport.topology import branch, branches, next_hop
-from tmd_worker.transport.wire import MAX_PAYLOAD_BYTES, Kind
+from tmd_worker.transport.wire import Kind
 
-_NOTHING = memoryview(b"")
+#: Blocks up to this size go along the tree. All members must agree about it.
+TREE_BLOCK_BYTES = 16 << 10
+
+#: Yields links to these members, by group rank.
+Direct = Callable[[frozenset[int]], Held]
 
 
 def broadcast(table: LinkTable, tensor: Tensor, root: int) -> None:
@@ -36,42 +42,34 @@ def broadcast(table: LinkTable, tensor: Tensor, root: int) -> None:
         put_back(data, tensor)
 
 
-def gather(table: LinkTable, blocks: Sequence[Tensor] | None, own: Tensor, root: int) -> None:
+def gather(table: LinkTable, direct: Direct, blocks: Sequence[Tensor] | None, own: Tensor, root: int) -> None:
     """At the root blocks[i] = what member i passed as `own`, all of one size; None on the others."""
     mine = flat(own)
-    if blocks is None:
-        _gather(table, [_NOTHING] * table.size, byte_view(mine), [size_bytes(mine)] * table.size, root)
-        return
-    copies = [flat(block) for block in blocks]
-    copies[table.rank].copy_(mine)
-    _gather(table, [byte_view(copy) for copy in copies], byte_view(mine), [size_bytes(copy) for copy in copies], root)
-    for copy, block in zip(copies, blocks, strict=True):
+    copies = [flat(block) for block in blocks or ()]
+    if blocks is not None:
+        copies[root].copy_(mine)
+    _gather(table, direct, copies, mine, [mine.numel()] * table.size, root)
+    for copy, block in zip(copies, blocks or (), strict=True):
         put_back(copy, block)
 
 
-def scatter(table: LinkTable, output: Tensor, blocks: Sequence[Tensor] | None, root: int) -> None:
+def scatter(table: LinkTable, direct: Direct, output: Tensor, blocks: Sequence[Tensor] | None, root: int) -> None:
     """output = what the root passed as blocks[own rank], all of one size; None on the others."""
     target = flat(output)
-    if blocks is not None:
-        parts = [byte_view(flat(block)) for block in blocks]
-        for neighbour in branches(root, table.size, None):
-            for member in branch(neighbour, table.size, root):
-                for piece in frames(parts[member]):
-                    table.links[neighbour].send(Kind.DATA, table.epoch, piece)
-        target.copy_(flat(blocks[root]))  # last: it may be the memory of another block
+    parts = [flat(block) for block in blocks or ()]
+    if size_bytes(target) <= TREE_BLOCK_BYTES:
+        _scatter_down(table, target, parts, root)
     else:
-        towards = next_hop(table.rank, root)
-        source = table.links[towards]
-        for piece in frames(byte_view(target)):
-            source.receive(Kind.DATA, table.epoch, piece)
-        relay = _relay(table, size_bytes(target))
-        for neighbour in branches(table.rank, table.size, towards):
-            for _ in branch(neighbour, table.size, table.rank):
-                relay(source, table.links[neighbour], size_bytes(target))
+        with direct(_ends(table, root)) as links:
+            outgoing = [(link, parts[member]) for member, link in links.items()] if blocks is not None else []
+            incoming = [(links[root], target)] if blocks is None else []
+            exchange_all(outgoing, incoming, table.epoch)
+    if blocks is not None:
+        target.copy_(parts[root])  # last: it may be the memory of another block
     put_back(target, output)
 
 
-def reduce(table: LinkTable, total: Tensor, kind: Reduction, root: int) -> None:
+def reduce(table: LinkTable, direct: Direct, total: Tensor, kind: Reduction, root: int) -> None:
     """At the root `total` becomes the reduction, with the bits that an all-reduce yields; elsewhere it is overwritten.
 
     `total` is contiguous and of one dimension.
@@ -80,32 +78,89 @@ def reduce(table: LinkTable, total: Tensor, kind: Reduction, root: int) -> None:
         return
     if size_bytes(total) <= SMALL_BYTES:
         combine_up(table, total, kind)
-        _carry(table, byte_view(total), root)
+        _carry(table, total, root)
         return
     segments = ring_segments(total, table.size)
     ring_reduce(table, segments, kind)
-    parts = [byte_view(segment) for segment in segments]
-    _gather(table, parts, parts[table.rank], [len(part) for part in parts], root)
+    _gather(table, direct, segments, segments[table.rank], [segment.numel() for segment in segments], root)
 
 
-def _gather(table: LinkTable, blocks: Sequence[memoryview], own: memoryview, sizes: Sequence[int], root: int) -> None:
-    """`blocks` is written at the root alone; there the own one is in place."""
+def _gather(table: LinkTable, direct: Direct, blocks: Sequence[Tensor], own: Tensor, sizes: Sequence[int], root: int) -> None:
+    """`blocks` is written at the root alone; there the own one is in place. `sizes`: of everybody's, in elements."""
+    if max(sizes) * own.element_size() <= TREE_BLOCK_BYTES:
+        _gather_up(table, blocks, own, sizes, root)
+        return
+    with direct(_ends(table, root)) as links:
+        at_root = table.rank == root
+        outgoing = [] if at_root else [(links[root], own)]
+        incoming = [(link, blocks[member]) for member, link in links.items()] if at_root else []
+        exchange_all(outgoing, incoming, table.epoch)
+
+
+def _ends(table: LinkTable, root: int) -> frozenset[int]:
+    """Whom this member exchanges with when all goes straight to the root or comes from there."""
+    return frozenset(range(table.size)) - {root} if table.rank == root else frozenset({root})
+
+
+def _gather_up(table: LinkTable, blocks: Sequence[Tensor], own: Tensor, sizes: Sequence[int], root: int) -> None:
     towards = _towards(table, root)
-    relay = _relay(table, max(sizes))
-    if towards is not None:
-        for piece in frames(own):
-            table.links[towards].send(Kind.DATA, table.epoch, piece)
-    for neighbour in branches(table.rank, table.size, towards):
-        source = table.links[neighbour]
-        for member in branch(neighbour, table.size, table.rank):
-            if towards is None:
-                for piece in frames(blocks[member]):
-                    source.receive(Kind.DATA, table.epoch, piece)
-            else:
-                relay(source, table.links[towards], sizes[member])
+    parcels = _parcels(table, towards)
+    if towards is None:
+        rooms = [_room(own, members, sizes) if len(members) > 1 else blocks[members[0]] for _, members in parcels]
+        exchange_all([], [(link, room) for (link, _), room in zip(parcels, rooms, strict=True)], table.epoch)
+        for (_, members), room in zip(parcels, rooms, strict=True):
+            if len(members) > 1:
+                for part, member in zip(room.split_with_sizes([sizes[member] for member in members]), members, strict=True):
+                    blocks[member].copy_(part)
+        return
+    whole = own
+    if parcels:
+        whole = _room(own, branch(table.rank, table.size, towards), sizes)
+        mine, *rooms = whole.split_with_sizes([own.numel(), *(sum(sizes[m] for m in members) for _, members in parcels)])
+        mine.copy_(own)
+        exchange_all([], [(link, room) for (link, _), room in zip(parcels, rooms, strict=True)], table.epoch)
+    exchange_all([(table.links[towards], whole)], [], table.epoch)
 
 
-def _carry(table: LinkTable, data: memoryview, root: int) -> None:
+def _scatter_down(table: LinkTable, target: Tensor, parts: Sequence[Tensor], root: int) -> None:
+    towards = _towards(table, root)
+    parcels = _parcels(table, towards)
+    each = target.numel()
+    if towards is None:
+        outgoing = [(link, _packed([parts[member] for member in members])) for link, members in parcels]
+    else:
+        whole = target
+        if parcels:
+            whole = target.new_empty(each * (1 + sum(len(members) for _, members in parcels)))
+        exchange_all([], [(table.links[towards], whole)], table.epoch)
+        mine, *rooms = whole.split_with_sizes([each, *(each * len(members) for _, members in parcels)])
+        if parcels:
+            target.copy_(mine)
+        outgoing = [(link, room) for (link, _), room in zip(parcels, rooms, strict=True)]
+    exchange_all(outgoing, [], table.epoch)
+
+
+def _parcels(table: LinkTable, towards: int | None) -> list[tuple[Link, tuple[int, ...]]]:
+    """The links that lead away from the root, and which members' blocks each carries, in order."""
+    near = branches(table.rank, table.size, towards)
+    return [(table.links[neighbour], branch(neighbour, table.size, table.rank)) for neighbour in near]
+
+
+def _room(like: Tensor, members: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    return like.new_empty(sum(sizes[member] for member in members))
+
+
+def _packed(parts: Sequence[Tensor]) -> Tensor:
+    """One behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    room = parts[0].new_empty(len(parts) * parts[0].numel())
+    for place, part in zip(room.view(len(parts), -1), parts, strict=True):
+        place.copy_(part)
+    return room
+
+
+def _carry(table: LinkTable, total: Tensor, root: int) -> None:
     """From member 0 down to the root; everybody else is done."""
     on_the_way = [root]
     while (above := tree_parent(on_the_way[-1])) is not None:
@@ -114,23 +169,10 @@ def _carry(table: LinkTable, data: memoryview, root: int) -> None:
         return
     parent = tree_parent(table.rank)
     if parent is not None:
-        table.links[parent].receive(Kind.DATA, table.epoch, data)
+        exchange_all([], [(table.links[parent], total)], table.epoch)
     if table.rank != root:
-        table.links[next_hop(table.rank, root)].send(Kind.DATA, table.epoch, data)
+        exchange_all([(table.links[next_hop(table.rank, root)], total)], [], table.epoch)
 
 
 def _towards(table: LinkTable, root: int) -> int | None:
     return None if table.rank == root else next_hop(table.rank, root)
-
-
-def _relay(table: LinkTable, largest_bytes: int) -> Callable[[Link, Link, int], None]:
-    """Passes a block of so many bytes on from one link to another, through a buffer of at most one frame."""
-    room = memoryview(bytearray(min(largest_bytes, MAX_PAYLOAD_BYTES)))
-
-    def relay(source: Link, target: Link, block_bytes: int) -> None:
-        for start in range(0, block_bytes, MAX_PAYLOAD_BYTES):
-            piece = room[: min(block_bytes - start, MAX_PAYLOAD_BYTES)]
-            source.receive(Kind.DATA, table.epoch, piece)
-            target.send(Kind.DATA, table.epoch, piece)
-
-    return relay

@@ -72,6 +72,8 @@ def size_bytes(tensor: Tensor) -> int:
 
 def flat(tensor: Tensor) -> Tensor:
     """The elements in one dimension: a view if the tensor is contiguous, else a copy (see `put_back`)."""
+    if tensor.dim() == 1 and tensor.stride(0) == 1 and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg()):
+        return tensor
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()  # memory holds other values than the tensor until then
