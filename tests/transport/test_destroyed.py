@@ -285,6 +285,33 @@ def test_a_link_for_messages_that_is_opened_as_its_group_is_left_ends_as_all_oth
         assert [process.hear() for process in processes] == [[], []]
 
 
+def test_a_message_of_a_member_that_has_left_since_is_received_however_late_its_link_is_taken_up() -> None:
+    """1. Rank 1 opens the link. 2. Rank 0 sends, and leaves: its direction ends. 3. Only then rank 1 knows the link."""
+
+    def setup(rank: Rank) -> None:
+        if rank.rank == 1:
+            open_pair = Fabric.open_pair
+
+            def slowly(*arguments: Any, **options: Any) -> Any:
+                link = open_pair(*arguments, **options)
+                wait_until(link.hung_up)
+                return link
+
+            Fabric.open_pair = slowly  # type: ignore[method-assign]
+
+    def body(rank: Rank) -> Any:
+        group = dist.new_group([0, 1])
+        tensor = torch.full((3,), 7.0 - rank.rank)
+        dist.recv(tensor, 0, group=group) if rank.rank else dist.send(tensor, 1, group=group)
+        dist.destroy_process_group(group)
+        wait_until(lambda: not rank.fabric._departures._left)
+        dist.barrier()
+        return tensor.tolist(), rank.events.broken
+
+    with ranks(2, body, setup=setup) as processes:
+        assert [process.hear() for process in processes] == [([7.0] * 3, [])] * 2
+
+
 @BOTH
 @pytest.mark.parametrize("told", [False, True])
 def test_a_rank_that_is_killed_while_it_leaves_is_noticed(transport: TransportName, told: bool) -> None:

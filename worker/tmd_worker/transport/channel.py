@@ -43,7 +43,8 @@ class PairHost(Guard, Protocol):
         """Blocks until the peer wants to talk too. `shares`: see Group. Raises LinkError or Cancelled."""
 
     def pair_opened(self, group: Group, use: str, peer: int, link: Link) -> None:
-        """Told once whoever leaves the group would find this link. Takes it and raises GroupGone if the group was left before."""
+        """Told once whoever leaves the group would find this link, which is watched from then on. Takes it and raises GroupGone
+        if the group was left before."""
 
     def opening_failed(self, epoch: int, error: LinkError) -> None:
         """Tells the runtime that a link of this epoch could not be opened, unless the epoch is over."""
@@ -142,8 +143,7 @@ class Channel:
                 if self._host.is_closed(self.epoch):
                     link.shut()
                     raise Cancelled(f"epoch {self.epoch} was closed while the link was being opened")
-                if self._ended:
-                    self._host.pair_opened(self._group, PAIR, self._peer, link)
+                self._host.pair_opened(self._group, PAIR, self._peer, link)
             return self.link
 
     def _wait_for_news(self, epoch: int) -> None:

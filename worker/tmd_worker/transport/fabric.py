@@ -357,6 +357,7 @@ class Fabric:
 
     def pair_opened(self, group: Group, use: str, peer: int, link: Link) -> None:
         self._departures.adopt(group, use, peer, link)
+        self._watcher.add(link)
 
     def opening_failed(self, epoch: int, error: LinkError) -> None:
         """Tells the runtime that a link of this epoch could not be opened, unless it is not wanted any more."""

@@ -295,12 +295,14 @@ class Departures:
         self._spawn(f"leave-{group.name}", lambda: self._tell_all(group.name))
 
     def adopt(self, group: Group, use: str, peer: int, link: Link) -> None:
-        """This link for messages or all-to-all has just been opened. Raises GroupGone if its group was left meanwhile, by which
-        the link was not found."""
+        """This link for messages or all-to-all has just been opened, and whoever leaves the group from now on finds it. Raises
+        GroupGone if that has been done, in this process."""
         with self._lock:
-            if self._groups.get(group.name) is group:
-                return  # whoever leaves it finds the link
             live = self._standing.live
+            if self._groups.get(group.name) is group:
+                if live is not None:
+                    self.mark({group.name: {peer: link}}, live.membership)
+                return
             left = self._again(group)
             if live is None or live.epoch != link.epoch:
                 self._ending.close([link])

@@ -132,11 +132,7 @@ class Linking:
             links.open_for([pair], self._opener, attempt)
         if links.gone:
             raise GroupGone(group.name, links.gone[group.name])
-        with self._lock:
-            self._departures.mark(links.links, live.membership)
-        link = links.links[label][peer]
-        self._watcher.add(link)
-        return link
+        return links.links[label][peer]
 
     def failed(self, epoch: int, error: LinkError) -> None:
         """Tells the runtime that a link of this epoch could not be opened, unless it is not wanted any more."""
