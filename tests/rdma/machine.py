@@ -13,11 +13,12 @@ import json
 import lzma
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ KERNEL = CONSOLES / "kernel"
 QEMU = "qemu-system-x86_64"
 BUSYBOX = Path("/bin/busybox")
 RESULT = "RESULT "
-MEMORY_MIB = 1024
+MEMORY_MIB = 2048
 #: Everything that can be emulated, but for string instructions: copies with them are emulated byte by byte.
 CPU = "max,-erms,-fsrm"
 #: What the guests need of the kernel, besides what these need themselves.
@@ -142,11 +143,11 @@ def _below(folder: Path) -> list[Path]:
 
 
 class VirtualMachine:
-    """One of two hosts. `links`: sockets for its network devices, in their order; the first machine to start serves them."""
+    """One of two hosts. `host`: its number. `links`: its ends of socket pairs, one for each network device."""
 
-    def __init__(self, name: str, initrd: Path, links: Iterable[Path], serves: bool, arguments: dict[str, str]) -> None:
+    def __init__(self, host: int, initrd: Path, links: Sequence[socket.socket], arguments: dict[str, str]) -> None:
         assert shutil.which(QEMU), f"{QEMU} is missing: {_SETUP}"
-        self.name = name
+        self.name = str(host)
         self.lines: list[str] = []
         self._changed = threading.Condition()
         # Emulated on a busy machine, the timers are so late that the kernel would take them for broken.
@@ -160,9 +161,11 @@ class VirtualMachine:
             *("-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"),
             *("-device", "virtio-9p-pci,fsdev=host,mount_tag=host", "-device", "virtio-rng-pci"),
         ]
-        for number, socket in enumerate(links):
-            address = f"52:54:00:00:{number:02x}:{1 if serves else 2:02x}"
-            argv += ["-netdev", f"stream,id=n{number},server={'on' if serves else 'off'},addr.type=unix,addr.path={socket}"]
+        for number, link in enumerate(links):
+            # Not `stream`: in qemu 7.2 its serving end waits when the socket is full, and the whole machine with it, for as long
+            # as the other one's link is down.
+            argv += ["-netdev", f"socket,id=n{number},fd={link.fileno()}"]
+            address = f"52:54:00:00:{number:02x}:{host:02x}"
             argv += ["-device", f"virtio-net-pci,netdev=n{number},mac={address},host_mtu=9000,romfile="]
         self._process = subprocess.Popen(
             argv,
@@ -171,6 +174,7 @@ class VirtualMachine:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            pass_fds=[link.fileno() for link in links],
             preexec_fn=_end_with_parent,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)

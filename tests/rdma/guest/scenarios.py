@@ -217,9 +217,9 @@ def link_down() -> dict[str, Any]:
     facts = {"reason": direct.failing_read(work), "noticed_s": fault.seconds, "missing": work.missing}
     tcp.read(work)
     facts |= {"equal": tensors.checksums() == source.checksums, "guarded": tensors.guarded()}
+    set_link("up")  # before the source's end is closed: what it has sent and nobody takes would keep it for a minute and a half
     direct.close()
     tcp.close()
-    set_link("up")
     return {**facts, "again": wait_for_port(Rdma()), "next": _read_all([MIB], 64)["equal"]}
 
 
