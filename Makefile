@@ -21,7 +21,7 @@ help:
 	@echo "make test-fast  lint and the tests without database server and long runs of ranks"
 	@echo "make test-slurm  the tests on a real Slurm cluster, started and stopped on this machine (as root), of Debian's Slurm"
 	@echo "                or of the one that TMD_TEST_SLURM_PREFIX=/opt/slurm names; so do slurm-up and test-pyslurm"
-	@echo "make test-rdma  the transfer of states over RDMA, in virtual machines with soft RoCE (as root, for its packages)"
+	@echo "make test-rdma  the transfer of states and a migration over RDMA, in virtual machines with soft RoCE (as root, for its packages)"
 	@echo "make test-pyslurm  the Slurm client through pyslurm, where Slurm 25.11 is installed"
 	@echo "make slurm-up   such a cluster to play with, until make slurm-down"
 	@echo "make plugins    what Slurm loads (needs a C compiler and libslurm-dev); make install DESTDIR=... puts it where Slurm looks"
@@ -76,6 +76,7 @@ test-slurm: setup setup-slurm
 	@$(MAKE) --no-print-directory stage-slurm
 
 test-rdma: setup setup-rdma
+	@scripts/setup-compiler
 	@rm -rf out/stages out/flaky
 	@$(MAKE) --no-print-directory stage-rdma
 
@@ -121,7 +122,8 @@ stage-slurm:
 
 # In one process: its two virtual machines are booted once.
 stage-rdma:
-	@TEST_PROCESSES=1 scripts/stage rdma scripts/pytest-stage tests/rdma
+	@rm -f out/rdma/migration.json
+	@TEST_PROCESSES=1 scripts/stage rdma bash -c 'scripts/pytest-stage tests/rdma && $(PY) -m tests.rdma.report'
 
 # One after the other: each of them starts up to a dozen processes that import PyTorch.
 stage-e2e:

@@ -8,21 +8,14 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.rdma.report import Results, facts
 from tmd_worker.handoff import verbs
 
-Results = dict[str, dict[str, Any]]
 #: `read` against perftest's ib_read_bw, in turns on the same two machines: figures for people, nothing that a test could hold to.
 BANDWIDTH = Path("out/rdma/bandwidth.json")
-
-
-def facts(results: Results, name: str) -> dict[str, Any]:
-    assert name in results, f"the second machine did not report {name}"
-    assert "failed" not in results[name], results[name]["failed"]
-    return results[name]
 
 
 def test_the_port_is_found_and_what_is_in_the_way_is_named(results: Results) -> None:

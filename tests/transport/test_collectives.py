@@ -409,7 +409,7 @@ def frames_of(node: Node) -> tuple[int, int]:
         (lambda world: world.recv([torch.ones(1)], 5, 0), "5 is no rank"),
         (lambda world: world.recv_anysource([torch.ones(1)], -2), "a tag must not be negative"),
         (lambda world: world.allreduce([torch.ones(1, dtype=torch.int32)], options("AVG")), "AVG needs floating point"),
-        (lambda world: world.allreduce([torch.ones(2).to_sparse()], options("SUM")), "dense CPU tensors"),
+        (lambda world: world.broadcast([torch.ones(2).to_sparse()], 0), "dense CPU tensors"),
         (lambda world: world.allreduce([nested()], options("SUM")), "dense CPU tensors, got a nested tensor"),
         (lambda world: world.allreduce([torch.ones(1).expand(4)], options("SUM")), r"shape \[4\], strides \[0\].*clone"),
         (lambda world: world.all_gather_single(torch.ones(2, 1).expand(2, 3), torch.ones(6)), "clone"),

@@ -8,7 +8,8 @@ import socket
 import time
 from typing import Any
 
-SOURCES = "10.79.0.1"
+CONTROL_NETWORK = "10.79.0."
+SOURCES = f"{CONTROL_NETWORK}1"
 CONTROL_PORT = 7000
 DATA_NETWORK = "10.80.0."
 ANSWER_TIMEOUT_S = 300.0
@@ -22,8 +23,8 @@ def report(name: str, **facts: Any) -> None:
 class Lines:
     """Messages over a socket. Raises ConnectionError when the other side is gone, TimeoutError when it does not answer."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(ANSWER_TIMEOUT_S)
+    def __init__(self, sock: socket.socket, timeout_s: float | None = ANSWER_TIMEOUT_S) -> None:
+        sock.settimeout(timeout_s)
         self._file = sock.makefile("rw")
         sock.close()
 

@@ -31,6 +31,7 @@ from tests.rdma.guest.handoffs import (
     work_for,
 )
 from tests.rdma.guest.lines import DATA_NETWORK, SOURCES, dial, report
+from tests.rdma.guest.migration import migration
 from tests.rdma.guest.tensors import Tensors
 from tmd_worker.handoff import rdma, rdma_ports, rdma_queues, verbs
 from tmd_worker.handoff.rdma import Answer, Rdma
@@ -305,7 +306,7 @@ def _ib_read_bw(argv: list[str]) -> float:
 
 
 FAULTS = (source_killed, link_down, peer_down, joiner_killed)
-SCENARIOS = (probe, read, odd, thousand, nothing, keys, nowhere, *FAULTS, bandwidth)
+SCENARIOS = (probe, read, odd, thousand, nothing, keys, nowhere, *FAULTS, bandwidth, migration)
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import threading
+import traceback
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -68,9 +70,23 @@ class Source:
         subprocess.run(argv, check=True, timeout=30.0)
         return {}
 
-    def start(self, argv: list[str]) -> dict[str, Any]:
-        self._programs.append(subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    def start(self, argv: list[str], environ: dict[str, str] | None = None, log: str = os.devnull) -> dict[str, Any]:
+        with open(log, "wb") as output:
+            environ = {**os.environ, **(environ or {})}
+            process = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        self._programs.append(process)
         return {}
+
+    def write(self, path: str, text: str) -> dict[str, Any]:
+        """As a whole."""
+        fresh = Path(f"{path}.new")
+        fresh.write_text(text)
+        fresh.replace(path)
+        return {}
+
+    def read(self, path: str) -> dict[str, Any]:
+        """Nothing, if it is not there."""
+        return {"text": Path(path).read_text(errors="replace") if Path(path).exists() else ""}
 
     def kill(self, pid: int) -> dict[str, Any]:
         os.kill(pid, signal.SIGKILL)
@@ -98,7 +114,11 @@ def main() -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             try:
-                serve(Lines(sock))
+                serve(Lines(sock, timeout_s=None))  # for as long as it is asked
+            except ConnectionError:
+                pass  # the other host is done with it
+            except BaseException:
+                traceback.print_exc()  # on the console
             finally:
                 os._exit(0)
         sock.close()
