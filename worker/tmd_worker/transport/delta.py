@@ -28,13 +28,10 @@ class DeltaCollectives:
         collectives.allreduce(self._table, tensor, kind)
 
     def reduce(self, tensor: Tensor, kind: Reduction, root: int) -> None:
+        total = flat(tensor)
+        rooted.reduce(self._table, self._direct, total, kind, root)
         if root == self._table.rank:
-            total = flat(tensor)
-            rooted.reduce(self._table, self._direct, total, kind, root)
             put_back(total, tensor)
-        else:
-            copy = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-            rooted.reduce(self._table, self._direct, copy, kind, root)
 
     def reduce_scatter(self, output: Tensor, blocks: Sequence[Tensor], kind: Reduction) -> None:
         copies = [block.detach().clone(memory_format=torch.contiguous_format).view(-1) for block in blocks]
