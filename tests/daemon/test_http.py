@@ -67,6 +67,21 @@ def mistake() -> logging.LogRecord:
     return logging.LogRecord("aiohttp.server", logging.ERROR, "x.py", 1, "Error", (), (type(error), error, None))
 
 
+def test_agents_that_hang_up_before_they_are_answered_are_no_error(daemon: Daemon) -> None:
+    """1. The daemon is held up. 2. Agents call and leave. 3. It goes on, and has nobody to answer."""
+    call = b"GET /v1/agent HTTP/1.1\r\nHost: tmd\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    call += b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MTIzNDU2Nzg5MDEyMzQ1Ng==\r\n\r\n"
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        for _ in range(20):
+            send(daemon.socket, call, leave=True)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    daemon.client.get("/v1/health")
+    assert [line for line in daemon.log_lines() if line["level"] == "error"] == []
+    assert "Traceback" not in daemon.log_text()
+
+
 def test_of_many_mistakes_one_is_told_a_minute() -> None:
     now_s = 100.0
     mistakes = ClientMistakes(lambda: now_s)

@@ -148,7 +148,10 @@ class AgentHub:
         if self._loop.overloaded or self._stopping:
             raise web.HTTPServiceUnavailable(text="the daemon is busy or stopping: come back in a moment")
         socket = web.WebSocketResponse(timeout=CLOSE_TIMEOUT_S, max_msg_size=MAX_MESSAGE_BYTES, compress=False)
-        await socket.prepare(request)
+        try:
+            await socket.prepare(request)
+        except ConnectionResetError:  # it has hung up before it was answered
+            raise web.HTTPServiceUnavailable from None
         try:
             connection = await self._admit(self._loop, socket, request)
         except (MessageRefused, NotAdmitted) as error:
