@@ -52,7 +52,6 @@ def test_readers_are_told_when_their_sender_is_wanted() -> None:
     for reader in readers:
         reader.start()
     box.post(receive(0, 1))
-    box.call()
     readers[0].join(10)
     assert wanted == {1: True}
     box.close()

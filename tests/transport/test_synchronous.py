@@ -19,7 +19,6 @@ from tests.transport.ranks import DEADLINE_S, Rank, ranks
 from tests.transports import BOTH
 from tmd.protocol.control import TransportName
 from tmd_worker.discard import StepDiscarded
-from tmd_worker.transport.work import Latch
 
 
 def group_threads() -> list[str]:
@@ -197,7 +196,7 @@ def test_a_handler_that_raises_while_a_call_is_being_ended_hides_behind_no_other
             return None
 
         def interrupt(frame: FrameType, _event: str, _argument: object) -> None:
-            if frame.f_code is Latch.set.__code__:  # in work.end, behind the future's result
+            if frame.f_code is threading.Event.set.__code__:  # in work.end, behind the future's result
                 sys.settrace(None)
                 raise KeyboardInterrupt
 

@@ -5,6 +5,18 @@
 
 #include <stdlib.h>
 
+static size_t frames_in(uint64_t bytes) { return (bytes + TMD_MAX_PAYLOAD_BYTES - 1) / TMD_MAX_PAYLOAD_BYTES; }
+
+/* Cuts a block into frames; returns the place behind the last. */
+static tmd_frame *cut(tmd_frame *frames, uint8_t *block, uint64_t bytes, int combine, int divide) {
+    for (uint64_t start = 0; start < bytes; start += TMD_MAX_PAYLOAD_BYTES) {
+        uint64_t left = bytes - start;
+        uint32_t size = left < TMD_MAX_PAYLOAD_BYTES ? (uint32_t)left : TMD_MAX_PAYLOAD_BYTES;
+        *frames++ = (tmd_frame){.at = block + start, .bytes = size, .combine = (uint8_t)combine, .divide = (uint8_t)divide};
+    }
+    return frames;
+}
+
 static int reduction_of(tmd_reduction *reduction, int type, int operation, int divisor) {
     *reduction = (tmd_reduction){
         .combine = tmd_combiner_of(type, operation), .element_bytes = tmd_element_bytes(type), .type = type, .divisor = divisor};
@@ -28,21 +40,21 @@ TMD_API int tmd_ring(tmd_link *following, tmd_link *previous, uint8_t *const *bl
     if (reduction_of(&reduction, type, operation, divisor)) return tmd_end(outcome, TMD_UNKNOWN, following, 0);
     int reduces = operation != TMD_STORE;
     size_t number = 0;
-    for (int i = 0; i < size; i++) number += 2 * tmd_frames_in(bytes[i]);
+    for (int i = 0; i < size; i++) number += 2 * frames_in(bytes[i]);
     tmd_frame *frames = malloc((2 * number + 1) * sizeof *frames);
     if (!frames) return tmd_end(outcome, TMD_NO_MEMORY, following, 0);
 
     tmd_frame *incoming = frames, *in_end = incoming;
     tmd_frame *outgoing = frames + number, *out_end = outgoing;
     int first = reduces ? (rank + size - 1) % size : rank;
-    out_end = tmd_cut(out_end, blocks[first], bytes[first], 0, 0);
+    out_end = cut(out_end, blocks[first], bytes[first], 0, 0);
     size_t lead = (size_t)(out_end - outgoing);
     int turns = (size - 1) * (reduces + gather);
     for (int turn = 0; turn < turns; turn++) {
         int block = (first + 2 * size - 1 - turn) % size;
         int reducing = reduces && turn < size - 1;
-        in_end = tmd_cut(in_end, blocks[block], bytes[block], reducing, reducing && divisor > 1 && turn == size - 2);
-        if (turn < turns - 1) out_end = tmd_cut(out_end, blocks[block], bytes[block], 0, 0);
+        in_end = cut(in_end, blocks[block], bytes[block], reducing, reducing && divisor > 1 && turn == size - 2);
+        if (turn < turns - 1) out_end = cut(out_end, blocks[block], bytes[block], 0, 0);
     }
     tmd_sender sender = {.link = following, .frames = outgoing, .count = (size_t)(out_end - outgoing), .lead = lead};
     tmd_receiver receiver = {.link = previous, .frames = incoming, .count = (size_t)(in_end - incoming), .reduction = reduction};
@@ -83,10 +95,10 @@ TMD_API int tmd_tree(tmd_link *parent, tmd_link *const *children, size_t n_child
 /* Frame by frame from `source` (NULL: the data is here) to all of `targets`. */
 TMD_API int tmd_broadcast(tmd_link *source, tmd_link *const *targets, size_t n_targets, uint8_t *data, uint64_t bytes, uint32_t epoch,
                           tmd_outcome *outcome) {
-    size_t number = tmd_frames_in(bytes);
+    size_t number = frames_in(bytes);
     tmd_frame *frames = malloc((number + 1) * sizeof *frames);
     if (!frames) return tmd_end(outcome, TMD_NO_MEMORY, source, 0);
-    tmd_cut(frames, data, bytes, 0, 0);
+    cut(frames, data, bytes, 0, 0);
     tmd_sender senders[TMD_MAX_SENDERS];
     for (size_t i = 0; i < n_targets; i++) {
         senders[i] = (tmd_sender){.link = targets[i], .frames = frames, .count = number, .lead = source ? 0 : number};
@@ -101,19 +113,19 @@ TMD_API int tmd_broadcast(tmd_link *source, tmd_link *const *targets, size_t n_t
 TMD_API int tmd_exchange_all(const tmd_piece *outgoing, size_t n_out, const tmd_piece *incoming, size_t n_in, uint32_t epoch,
                              tmd_outcome *outcome) {
     size_t number = 0;
-    for (size_t i = 0; i < n_out; i++) number += tmd_frames_in(outgoing[i].bytes);
-    for (size_t i = 0; i < n_in; i++) number += tmd_frames_in(incoming[i].bytes);
+    for (size_t i = 0; i < n_out; i++) number += frames_in(outgoing[i].bytes);
+    for (size_t i = 0; i < n_in; i++) number += frames_in(incoming[i].bytes);
     tmd_frame *frames = malloc((number + 1) * sizeof *frames), *next = frames;
     tmd_sender *senders = malloc((n_out + 1) * sizeof *senders);
     int result = frames && senders ? 0 : tmd_end(outcome, TMD_NO_MEMORY, NULL, 0);
     for (size_t i = 0; !result && i < n_out; i++) {
-        size_t count = tmd_frames_in(outgoing[i].bytes);
+        size_t count = frames_in(outgoing[i].bytes);
         senders[i] = (tmd_sender){.link = outgoing[i].link, .frames = next, .count = count, .lead = count};
-        next = tmd_cut(next, outgoing[i].at, outgoing[i].bytes, 0, 0);
+        next = cut(next, outgoing[i].at, outgoing[i].bytes, 0, 0);
     }
     for (size_t i = 0; !result && i < n_in; i++) {
-        tmd_receiver receiver = {.link = incoming[i].link, .frames = next, .count = tmd_frames_in(incoming[i].bytes)};
-        next = tmd_cut(next, incoming[i].at, incoming[i].bytes, 0, 0);
+        tmd_receiver receiver = {.link = incoming[i].link, .frames = next, .count = frames_in(incoming[i].bytes)};
+        next = cut(next, incoming[i].at, incoming[i].bytes, 0, 0);
         result = tmd_take_in(senders, n_out, &receiver, epoch, TMD_KIND_DATA, outcome);
     }
     tmd_receiver nothing = {.count = 0};

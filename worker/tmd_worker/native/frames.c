@@ -26,24 +26,12 @@ int tmd_end(tmd_outcome *outcome, int code, const tmd_link *link, int error) {
     return -1;
 }
 
-void tmd_put_header(uint8_t *header, uint8_t kind, uint32_t epoch, uint64_t sequence, uint32_t bytes) {
+static void put_header(uint8_t *header, uint8_t kind, uint32_t epoch, uint64_t sequence, uint32_t bytes) {
     uint32_t words[4] = {htonl(epoch), htonl((uint32_t)(sequence >> 32)), htonl((uint32_t)sequence), htonl(bytes)};
     memcpy(header, stop_frame, 4);
     header[4] = kind;
     header[5] = header[6] = header[7] = 0;
     memcpy(header + 8, words, sizeof words);
-}
-
-size_t tmd_frames_in(uint64_t bytes) { return (bytes + TMD_MAX_PAYLOAD_BYTES - 1) / TMD_MAX_PAYLOAD_BYTES; }
-
-/* Cuts a block into frames; returns the place behind the last. */
-tmd_frame *tmd_cut(tmd_frame *frames, uint8_t *block, uint64_t bytes, int combine, int divide) {
-    for (uint64_t start = 0; start < bytes; start += TMD_MAX_PAYLOAD_BYTES) {
-        uint64_t left = bytes - start;
-        uint32_t size = left < TMD_MAX_PAYLOAD_BYTES ? (uint32_t)left : TMD_MAX_PAYLOAD_BYTES;
-        *frames++ = (tmd_frame){.at = block + start, .bytes = size, .combine = (uint8_t)combine, .divide = (uint8_t)divide};
-    }
-    return frames;
 }
 
 /* Sends what fits without waiting. 1: bytes left or a frame is out, 0: no room, -1: over, see the outcome. */
@@ -52,7 +40,7 @@ int tmd_push(tmd_sender *sender, uint32_t epoch, uint8_t kind, tmd_outcome *outc
     const tmd_frame *frame = &sender->frames[sender->done];
     if (atomic_load_explicit(&link->ending, memory_order_relaxed)) return tmd_end(outcome, TMD_ENDING, link, 0);
     if (!link->unsent) {
-        tmd_put_header(sender->header, kind, epoch, link->sent++, frame->bytes);
+        put_header(sender->header, kind, epoch, link->sent++, frame->bytes);
         link->unsent = TMD_HEADER_BYTES + (uint64_t)frame->bytes;
     }
     struct iovec parts[2];
@@ -97,7 +85,7 @@ static void remember_last(tmd_receiver *receiver, const uint8_t *data, size_t by
 static int check(tmd_receiver *receiver, uint32_t epoch, uint8_t kind, tmd_outcome *outcome) {
     uint8_t expected[TMD_HEADER_BYTES];
     uint32_t bytes = receiver->frames[receiver->done].bytes;
-    tmd_put_header(expected, kind, epoch, receiver->link->received, bytes);
+    put_header(expected, kind, epoch, receiver->link->received, bytes);
     if (memcmp(receiver->header, expected, TMD_HEADER_BYTES) == 0) return 0;
     memcpy(outcome->header, receiver->header, TMD_HEADER_BYTES);
     outcome->expected_bytes = bytes;

@@ -85,7 +85,6 @@ _SIGNATURES = {
     "tmd_exchange_all": (_ADDRESS, _SIZE, _ADDRESS, _SIZE, _U32, _ADDRESS),
     "tmd_tree": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _U32, _INT, _INT, _INT, _INT, _U32, _ADDRESS),
     "tmd_broadcast": (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _U64, _U32, _ADDRESS),
-    "tmd_send_message": (_ADDRESS, _ADDRESS, _ADDRESS, _U64, _ADDRESS, _INT, _U32, _ADDRESS),
     "tmd_write": (_ADDRESS, _ADDRESS, _SIZE),
     "tmd_read": (_ADDRESS, _ADDRESS, _SIZE, _INT),
     "tmd_wait": (_ADDRESS, _ADDRESS, _SIZE, ctypes.c_int64),

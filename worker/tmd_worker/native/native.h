@@ -13,8 +13,7 @@
 
 #define TMD_API __attribute__((visibility("default")))
 
-enum { TMD_HEADER_BYTES = 24, TMD_MAX_PAYLOAD_BYTES = 1 << 20, TMD_KIND_DATA = 1, TMD_KIND_STOP = 2, TMD_KIND_MESSAGE = 7 };
-enum { TMD_MAX_SENDERS = 8 };
+enum { TMD_HEADER_BYTES = 24, TMD_MAX_PAYLOAD_BYTES = 1 << 20, TMD_KIND_DATA = 1, TMD_KIND_STOP = 2, TMD_MAX_SENDERS = 8 };
 enum { TMD_MAX_POLLED = TMD_MAX_SENDERS + 1 };
 
 /* One end's view of the memory that carries a link's bytes. */
@@ -114,9 +113,6 @@ tmd_combiner *tmd_combiner_of(int type, int operation); /* NULL: not known */
 void tmd_divide(int type, void *data, size_t elements, int divisor);
 
 /* frames.c */
-void tmd_put_header(uint8_t *header, uint8_t kind, uint32_t epoch, uint64_t sequence, uint32_t bytes);
-size_t tmd_frames_in(uint64_t bytes);
-tmd_frame *tmd_cut(tmd_frame *frames, uint8_t *block, uint64_t bytes, int combine, int divide);
 int tmd_push(tmd_sender *sender, uint32_t epoch, uint8_t kind, tmd_outcome *outcome);
 int tmd_pull(tmd_receiver *receiver, uint32_t epoch, uint8_t kind, int wait, tmd_outcome *outcome);
 int tmd_end(tmd_outcome *outcome, int code, const tmd_link *link, int error);

@@ -1,16 +1,15 @@
 """send/recv with one peer of a group, over a link of its own that is opened when it is first used.
 
-The directions have a thread each, so that two ranks that both send first do not wait for each other. What comes is read only
+Two threads, one for each direction, so that two ranks that both send first do not wait for each other. What comes is read only
 while somebody waits for a message of this peer: until then it stays with the sender.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
+import queue
 import select
 import struct
-import termios
 import threading
 import time
 from collections.abc import Callable
@@ -18,20 +17,18 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tmd_worker.transport import native
 from tmd_worker.transport.dialing import Cancelled, LinkError
-from tmd_worker.transport.group import Group, Guard, Refused, execute, failed_in_caller
+from tmd_worker.transport.group import Group, Guard, Refused, execute
 from tmd_worker.transport.labels import PAIR
 from tmd_worker.transport.link import Link, LinkEnded
 from tmd_worker.transport.mailbox import Mailbox, MailboxFull, Message, Receive
 from tmd_worker.transport.opening import Attempt
-from tmd_worker.transport.outbox import PREFIX, Outbox, OutboxHost
 from tmd_worker.transport.tensors import byte_view, flat, put_back, size_bytes
-from tmd_worker.transport.wire import HEADER_BYTES, MAX_PAYLOAD_BYTES, Kind
+from tmd_worker.transport.wire import MAX_PAYLOAD_BYTES, Kind
 from tmd_worker.transport.work import Operation
 
-#: Messages up to this size are received in the thread of the caller, if they are there when it calls.
-_HERE_BYTES = 64 << 10
+#: In front of every message: tag, size.
+_PREFIX = struct.Struct("!qQ")
 #: Nobody waits longer than this for anything without looking again.
 _LONGEST_WAIT_S = 60.0
 #: How long the word that an epoch is over may come after a peer's refusal.
@@ -39,7 +36,7 @@ _NEWS_S = 0.5
 _NEWS_STEP_S = 0.005
 
 
-class PairHost(OutboxHost, Protocol):
+class PairHost(Guard, Protocol):
     """What pairs need of the fabric."""
 
     def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt, *, shares: bool) -> Link:
@@ -48,6 +45,9 @@ class PairHost(OutboxHost, Protocol):
     def pair_opened(self, group: Group, use: str, peer: int, link: Link) -> None:
         """Told once whoever leaves the group would find this link, which is watched from then on. Takes it and raises GroupGone
         if the group was left before."""
+
+    def opening_failed(self, epoch: int, error: LinkError) -> None:
+        """Tells the runtime that a link of this epoch could not be opened, unless the epoch is over."""
 
 
 class Channel:
@@ -76,21 +76,25 @@ class Channel:
         #: Guards link and epoch, for a flip.
         self._flipping = threading.Lock()
         self.link: Link | None = None
-        self._outbox = Outbox(host, self._name, lambda: self.epoch, self._opened, lambda: self.link)
+        self._sends: queue.SimpleQueue[tuple[Operation, Tensor, int] | None] = queue.SimpleQueue()
+        self._sending = False
         self._reading = False
-        #: Whoever reads from the link has it.
-        self._turn = threading.Lock()
         self._ended = False
+        #: Everything that was to be sent has been.
+        self._sent = threading.Event()
         #: Tag and size of a message whose bytes have not been read, because nobody waits for one.
         self._announced: tuple[int, int] | None = None
-        self._front = memoryview(bytearray(HEADER_BYTES + PREFIX.size))
         #: How many monitored barriers were begun with this peer, on this side.
         self.barriers = 0
 
     # ---------------------------------------------------------------- from outside
 
     def send(self, operation: Operation, tensor: Tensor, tag: int) -> None:
-        self._outbox.send(operation, tensor, tag)
+        with self._lock:
+            if not self._sending:
+                self._sending = True
+                self._host.spawn(f"send-{self._name}", self._run_sends)
+        self._sends.put((operation, tensor, tag))
 
     def listen(self) -> None:
         """From now on messages of this peer are read when somebody waits for one."""
@@ -98,24 +102,6 @@ class Channel:
             if not self._reading:
                 self._reading = True
                 self._host.spawn(f"receive-{self._name}", self._run_reader)
-
-    def take(self, operation: Operation) -> bool:
-        """Reads the small messages that are there, in the thread of the caller, until this receive has ended; True if it has. It
-        saves two changes of thread."""
-        link = self.link
-        if link is None or self._ended or not self._turn.acquire(blocking=False):
-            return False
-        try:
-            while not operation.work.is_completed() and self._is_there(link):
-                self._read(link)
-        except LinkEnded as ended:
-            self._lost(ended)
-        except BaseException as error:
-            failed_in_caller(self._host, operation, self.epoch, error)
-            raise
-        finally:
-            self._turn.release()
-        return operation.work.is_completed()
 
     def go_on(self, epoch: int) -> None:
         """The same link, in the epoch after a flip."""
@@ -126,12 +112,16 @@ class Channel:
 
     def finish(self, wait_s: float) -> None:
         """Nothing more is to be sent: waits until the rest is out, or for so long."""
-        self._outbox.finish(wait_s)
+        with self._lock:
+            sending = self._sending
+        self._sends.put(None)
+        if sending:
+            self._sent.wait(wait_s)
 
     def end(self) -> None:
         """The threads end once their link or the mailbox is closed."""
         self._ended = True
-        self._outbox.end()
+        self._sends.put(None)
 
     # ---------------------------------------------------------------- the link
 
@@ -162,30 +152,43 @@ class Channel:
         while self.epoch == epoch and not self._host.is_closed(epoch) and time.monotonic() < deadline_s:
             time.sleep(_NEWS_STEP_S)
 
+    # ---------------------------------------------------------------- sending
+
+    def _run_sends(self) -> None:
+        while (item := self._sends.get()) is not None:
+            operation, tensor, tag = item
+            execute(self._host, operation, self.epoch, functools.partial(self._send_one, tensor, tag))
+        self._sent.set()
+
+    def _send_one(self, tensor: Tensor, tag: int) -> None:
+        try:
+            link = self._opened()
+        except LinkError as error:
+            self._host.opening_failed(self.epoch, error)
+            raise
+        data = byte_view(flat(tensor))
+        link.send(Kind.MESSAGE, link.epoch, _PREFIX.pack(tag, len(data)))
+        for start in range(0, len(data), MAX_PAYLOAD_BYTES):
+            link.send(Kind.DATA, link.epoch, data[start : start + MAX_PAYLOAD_BYTES])
+
     # ---------------------------------------------------------------- receiving
 
     def _run_reader(self) -> None:
         while self._mailbox.wait_wanted(self._place) and not self._ended:
             began_s = time.monotonic()
             try:
-                link = self._opened()
-                with self._turn:
-                    self._read(link)
+                self._read(self._opened())
             except LinkEnded as ended:
                 if self._ended:
-                    return
-                self._lost(ended)
+                    return  # whoever ended it has seen to those who waited
+                hopeless = self._mailbox.lose(self._place)
+                self._host.link_ended(ended.link, str(ended), orderly=ended.orderly)
+                self._give_up(hopeless, ended)
             except LinkError as error:
                 if self._ended:
                     return
                 late = self._timeout_s and time.monotonic() - began_s >= self._timeout_s
                 self._could_not_open(error, late=bool(late))
-
-    def _lost(self, ended: LinkEnded) -> None:
-        if not self._ended:  # else whoever ended it has seen to those who waited
-            hopeless = self._mailbox.lose(self._place)
-            self._host.link_ended(ended.link, str(ended), orderly=ended.orderly)
-            self._give_up(hopeless, ended)
 
     def _could_not_open(self, error: LinkError, *, late: bool) -> None:
         """`late`: the peer has not wanted to talk so far, which only those may hold against it who named it."""
@@ -218,26 +221,6 @@ class Channel:
             elif self._mailbox.deadline(self._place) is not None:
                 self._announced = None
                 self._keep(link, tag, size)
-        finally:
-            link.release()
-
-    def _is_there(self, link: Link) -> bool:
-        """A small message has come whole, so reading it waits for nobody. Whoever asks has the turn."""
-        front, announced = 0, self._announced
-        link.hold()
-        try:
-            if announced is None:
-                front = HEADER_BYTES + PREFIX.size
-                if link.peek(self._front) < front:
-                    return False
-                announced = PREFIX.unpack_from(
-                    self._front, HEADER_BYTES
-                )  # of something else if it is no message: its reader sees that
-            size = announced[1]
-            whole = front + size + (HEADER_BYTES if size else 0)
-            return size <= _HERE_BYTES and struct.unpack("i", fcntl.ioctl(link.fd, termios.FIONREAD, bytes(4)))[0] >= whole
-        except OSError:
-            return False  # closed meanwhile
         finally:
             link.release()
 
@@ -278,11 +261,7 @@ class Channel:
                 raise
 
         receive.operation.work.source = self._place
-        try:
-            execute(self._host, receive.operation, self.epoch, action)
-        finally:
-            if not receive.operation.work.is_completed():  # a signal's handler has raised
-                receive.operation.fail("it was interrupted on this rank")
+        execute(self._host, receive.operation, self.epoch, action)
         if broken:
             raise broken[0]
 
@@ -292,8 +271,7 @@ class Channel:
         if size != size_bytes(target):
             _read_data(link, memoryview(bytearray(size)))
             raise _size_differs(size, size_bytes(target), receive.tag)
-        if not native.exchange_all([], [(link, target)], link.epoch):
-            _read_data(link, byte_view(target))
+        _read_data(link, byte_view(target))
         put_back(target, receive.tensor)
 
     def _keep(self, link: Link, tag: int, size: int) -> None:
@@ -309,19 +287,14 @@ class Channel:
 
     @staticmethod
     def _read_prefix(link: Link) -> tuple[int, int]:
-        prefix = bytearray(PREFIX.size)
-        came = native.receive_message(link, prefix)
-        if came is None:
-            kind, epoch, _, size = link.receive_header()
-        else:
-            kind, epoch, size = came
-        if kind is not Kind.MESSAGE or size != PREFIX.size:
+        kind, epoch, _, size = link.receive_header()
+        if kind is not Kind.MESSAGE or size != _PREFIX.size:
             raise LinkEnded(link, f"sent a {kind.name} frame of {size} bytes where a message begins")
         if epoch != link.epoch:
             raise LinkEnded(link, f"sent a message of epoch {epoch} in epoch {link.epoch}")
-        if came is None:
-            link.read_payload(memoryview(prefix))
-        tag, message_bytes = PREFIX.unpack(prefix)
+        prefix = bytearray(_PREFIX.size)
+        link.read_payload(memoryview(prefix))
+        tag, message_bytes = _PREFIX.unpack(prefix)
         return tag, message_bytes
 
 

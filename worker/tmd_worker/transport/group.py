@@ -81,18 +81,6 @@ def execute(guard: Guard, operation: Operation, epoch: int, action: Callable[[],
         operation.fail(f"{reason}, and nothing is poisoned: the job is ending, or the ranks disagree about that")
 
 
-def failed_in_caller(guard: Guard, operation: Operation, epoch: int, error: BaseException) -> None:
-    """What left an operation that ran in the thread of its caller, who gets it as well: a bug, or what a signal's handler has
-    raised. What the peers have of the operation is unknown then: no other may follow on its links."""
-    if isinstance(error, Exception) and not places.raised_by_user(error):
-        guard.thread_died(error)
-        return
-    reason = f"{operation.name} was interrupted on this rank"
-    guard.epoch_broken(epoch, reason)
-    if not operation.work.is_completed():
-        operation.fail(reason)
-
-
 class Group:
     """`ranks` are the members' global ranks in group order; they never change, who holds them does."""
 
@@ -224,7 +212,14 @@ class Group:
         try:
             self._run_one(guard, operation, table, action)
         except BaseException as error:
-            failed_in_caller(guard, operation, table.epoch, error)
+            if isinstance(error, Exception) and not places.raised_by_user(error):
+                guard.thread_died(error)
+                raise
+            # A signal's handler has raised. What the peers have of this operation is unknown: no other may follow on its links.
+            reason = f"{operation.name} was interrupted on this rank"
+            guard.epoch_broken(table.epoch, reason)
+            if not operation.work.is_completed():
+                operation.fail(reason)
             raise
 
     def end_thread(self) -> None:

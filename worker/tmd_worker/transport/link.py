@@ -142,12 +142,8 @@ class Link:
                 # A poisoned buddy has closed its own direction alone, and reads its ward's records to their end.
                 self.push_all(half_closed=kind in (Kind.RECORD, Kind.TAIL))
         finally:
-            self.settle()
-
-    def settle(self) -> None:
-        """Whoever has sent without holding the link calls it afterwards: it may have been shut meanwhile."""
-        if self._shut:
-            self._close_if_unused()
+            if self._shut:
+                self._close_if_unused()
 
     def begin_frame(self, kind: Kind, epoch: int, payload: Buffer) -> None:
         """Makes this the current frame; `push` sends it. The caller has tx_lock."""
@@ -242,17 +238,12 @@ class Link:
         filled = 0
         while filled < HEADER_BYTES:
             filled += self._read(self._head_view[filled:], socket.MSG_WAITALL)
-        fields = self.announced(self._head_view)
-        self.state.received += 1
-        return fields
-
-    def announced(self, header: memoryview) -> tuple[Kind, int, int, int]:
-        """(kind, epoch, sequence, size) of this header, which comes next. Raises LinkEnded."""
-        magic, kind, epoch, sequence, size = HEADER.unpack(header)
+        magic, kind, epoch, sequence, size = HEADER.unpack(self._head)
         if magic == MAGIC and kind == Kind.STOP:
             raise self._stopped()
         if magic != MAGIC or sequence != self.state.received or size > MAX_PAYLOAD_BYTES or kind not in Kind._value2member_map_:
-            raise LinkEnded(self, f"sent a frame that cannot be read: {bytes(header).hex()}")
+            raise LinkEnded(self, f"sent a frame that cannot be read: {bytes(self._head).hex()}")
+        self.state.received += 1
         return Kind(kind), epoch, sequence, size
 
     def read_payload(self, into: memoryview) -> None:

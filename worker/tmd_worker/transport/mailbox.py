@@ -67,8 +67,7 @@ class Mailbox:
         self._closed = False
 
     def post(self, receive: Receive) -> Message | None:
-        """The message that was kept for this receive, or None: then it waits for one, which `call` tells those who read. Raises
-        MailboxClosed."""
+        """The message that was kept for this receive, or None: then it waits for one. Raises MailboxClosed."""
         with self._changed:
             if self._closed:
                 raise MailboxClosed
@@ -80,12 +79,8 @@ class Mailbox:
             if receive.source is None:
                 self._lost.clear()  # whoever reads from them finds out again
             self._posted.append(receive)
-            return None
-
-    def call(self) -> None:
-        """Wakes those who read."""
-        with self._changed:
             self._changed.notify_all()
+            return None
 
     def claim(self, source: int, tag: int) -> Receive | None:
         """The receive that this message is for; it waits no more."""

@@ -27,7 +27,6 @@ from tmd_worker.transport.wire import Kind
 
 if TYPE_CHECKING:
     from tmd_worker.transport.collectives import LinkTable
-    from tmd_worker.transport.outbox import Outgoing
 
 _STORE = -1
 _OPERATIONS = {"SUM": 0, "AVG": 0, "MIN": 1, "MAX": 2, "PRODUCT": 3, "BAND": 4, "BOR": 5, "BXOR": 6}
@@ -108,38 +107,6 @@ def exchange_all(outgoing: Sequence[tuple[Link, Tensor]], incoming: Sequence[tup
         )
     _conclude(outcome, epoch, [*targets, *sources])
     return True
-
-
-def send_message(link: Link, message: Outgoing, *, waits: bool) -> bool | None:
-    """Goes on with this message; True once all of it is out, None if it cannot be done here. Without `waits` only what the link
-    has room for. Raises LinkEnded."""
-    core = library.core().library if message.begun else _usable()
-    if core is None:
-        return None
-    data, outcome = message.data, Outcome()
-    arguments = (message.prefix, data.data_ptr(), data.nbytes, ctypes.addressof(message.frames), waits, message.epoch)
-    try:
-        with link.tx_lock:
-            core.tmd_send_message(link.address, *arguments, ctypes.addressof(outcome))
-    finally:
-        link.settle()
-    _conclude(outcome, message.epoch, (link,))
-    return message.is_out()
-
-
-def receive_message(link: Link, prefix: bytearray) -> tuple[Kind, int, int] | None:
-    """The frame that announces a message: kind, epoch and size of what came, of which `prefix` holds the payload if they are as
-    expected. None if it cannot be done here. Raises LinkEnded."""
-    core = _usable()
-    if core is None:
-        return None
-    frames, outcome = _frames([memoryview(prefix)]), Outcome()
-    core.tmd_exchange(None, None, 0, link.address, frames, 1, link.epoch, Kind.MESSAGE, ctypes.addressof(outcome))
-    if outcome.code == _Code.OTHER_HEADER:
-        kind, epoch, _, size = link.announced(memoryview(outcome.header))
-        return kind, epoch, size
-    _conclude(outcome, link.epoch, (link,), Kind.MESSAGE)
-    return Kind.MESSAGE, link.epoch, len(prefix)
 
 
 def ring_allreduce(table: LinkTable, segments: Sequence[Tensor], kind: Reduction) -> bool:

@@ -57,8 +57,7 @@ class GroupPairs:
             deliver(self._host, self.epoch, receive, message)
         elif self._host.is_closed(self.epoch):
             self._end(self._mailbox.withdraw(operation.work))  # else close() has seen to it
-        elif place is None or not self.channel(place).take(operation):
-            self._mailbox.call()
+        else:
             for source in self._others if place is None else (place,):
                 self.channel(source).listen()
 

@@ -22,9 +22,8 @@ from tmd_worker.transport.wire import HEADER_BYTES, STOP_FRAME
 
 Buffer = bytes | bytearray | memoryview
 
-#: Of a socket (the kernel doubles it). Of a TCP connection it must stay below what the peer's kernel takes unread: left to grow,
-#: it closed the peer's window again and again, and each time the transfer stood still until a delayed acknowledgement or a probe.
-#: Within a host it is more than the default, so that fewer messages have to wait for room.
+#: Of a TCP connection (the kernel doubles it). It must stay below what the peer's kernel takes unread: left to grow, it closed
+#: the peer's window again and again, and each time the transfer stood still until a delayed acknowledgement or a probe.
 SEND_BUFFER_BYTES = 256 << 10
 HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _NO_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -38,7 +37,7 @@ class Stream:
         self.nearby = sock.family is socket.AF_UNIX
         if not self.nearby:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.sock = sock
         self.local = _address(sock.getsockname())
         try:

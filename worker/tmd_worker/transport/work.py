@@ -5,13 +5,10 @@ Contract: every operation ends, and its future always gets a value, never an exc
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import enum
-import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,39 +16,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
-
-#: Nobody waits longer than this without looking again.
-_LONGEST_WAIT_S = 60.0
-
-
-class Latch:
-    """As an event that is set for good, at a fraction of its cost, since most works have ended before anybody waits."""
-
-    __slots__ = ("_is_set", "_lock")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        """May be called again, also if a signal's handler has raised in the middle of it."""
-        self._is_set = True
-        with contextlib.suppress(RuntimeError):  # it is open already
-            self._lock.release()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._is_set:
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                return False
-            if self._lock.acquire(timeout=min(left_s, _LONGEST_WAIT_S)):
-                self.set()  # whoever else waits goes on, too
-        return True
 
 
 class Outcome(enum.Enum):
@@ -75,7 +39,7 @@ class TmdWork(Work):
         self.source = source
         self._result = result
         self._complaint = complaint
-        self._ended = Latch()
+        self._ended = threading.Event()
         self._future: Future[Any] = Future()
         self._failure = ""
         self.outcome = Outcome.PENDING
