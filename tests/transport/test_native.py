@@ -178,6 +178,21 @@ def test_a_peer_that_stays_silent_is_given_up_after_the_links_timeout(links: str
             swap(link, [100], [100])
 
 
+def test_nothing_follows_a_frame_that_was_broken_off(links: str) -> None:
+    """It would be taken for that frame's rest."""
+    with mesh(2) as made:
+        link, _ = two_ends(made)
+        link.set_timeout(0.05)
+        with pytest.raises(LinkEnded, match=r"took no data|neither took nor sent"):
+            swap(link, [FRAME] * 8, [])
+        assert link.state.unsent
+        for size in (0, 64, FRAME):
+            with pytest.raises(LinkEnded, match="has got only a part of what was sent to it before"):
+                swap(link, [size], [])
+            with pytest.raises(LinkEnded, match="has got only a part of what was sent to it before"):
+                link.send(Kind.DATA, 0, bytes(size))
+
+
 def test_without_a_compiler_or_when_switched_off_python_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")

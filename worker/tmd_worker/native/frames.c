@@ -42,6 +42,9 @@ int tmd_push(tmd_sender *sender, uint32_t epoch, uint8_t kind, tmd_outcome *outc
     if (!link->unsent) {
         put_header(sender->header, kind, epoch, link->sent++, frame->bytes);
         link->unsent = TMD_HEADER_BYTES + (uint64_t)frame->bytes;
+        sender->begun = 1;
+    } else if (!sender->begun) {
+        return tmd_end(outcome, TMD_BROKEN_OFF, link, 0);
     }
     struct iovec parts[2];
     size_t number = 0, payload_left = link->unsent;

@@ -44,6 +44,7 @@ enum tmd_code {
     TMD_OTHER_HEADER,     /* `header` is not the expected one, which was for a payload of `expected_bytes` */
     TMD_NO_MEMORY,
     TMD_UNKNOWN,          /* there is no such reduction */
+    TMD_BROKEN_OFF,       /* a frame before was not sent to its end: nothing may follow it */
 };
 
 typedef struct {
@@ -91,7 +92,8 @@ typedef struct {
     size_t count, lead;
     size_t done;
     uint8_t header[TMD_HEADER_BYTES];
-    int full; /* the link takes no more for now */
+    int full;  /* the link takes no more for now */
+    int begun; /* the frame that the link has begun is one of these */
 } tmd_sender;
 
 /* The frames from one link, received in order. */

@@ -33,6 +33,8 @@ from tmd_worker.transport.wire import (
 SEND_PATIENCE_S = 0.05
 #: How long the last words of a nearby peer, which has ceased to read, are waited for.
 LAST_WORDS_S = 0.5
+#: Of a link on which nothing may follow, as it would be taken for the rest of that.
+BROKEN_OFF = "has got only a part of what was sent to it before"
 #: Room before a staged payload: the header ends where an aligned payload begins.
 _LEAD_BYTES = 64 - HEADER_BYTES
 
@@ -146,7 +148,9 @@ class Link:
                 self._close_if_unused()
 
     def begin_frame(self, kind: Kind, epoch: int, payload: Buffer) -> None:
-        """Makes this the current frame; `push` sends it. The caller has tx_lock."""
+        """Makes this the current frame; `push` sends it. The caller has tx_lock. Raises LinkEnded."""
+        if self.state.unsent:
+            raise LinkEnded(self, BROKEN_OFF)
         size = len(payload)
         header = HEADER.pack(MAGIC, kind, epoch, self.state.sent, size)
         self.state.sent += 1

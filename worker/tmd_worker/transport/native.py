@@ -20,7 +20,7 @@ from tmd_worker import faults
 from tmd_worker.core.ballot import tree_children, tree_parent
 from tmd_worker.native import library
 from tmd_worker.native.library import Frame, Outcome, Piece
-from tmd_worker.transport.link import Link, LinkEnded
+from tmd_worker.transport.link import BROKEN_OFF, Link, LinkEnded
 from tmd_worker.transport.stream import why
 from tmd_worker.transport.tensors import Reduction, size_bytes
 from tmd_worker.transport.wire import Kind
@@ -66,6 +66,7 @@ class _Code(enum.IntEnum):
     OTHER_HEADER = enum.auto()
     NO_MEMORY = enum.auto()
     UNKNOWN = enum.auto()
+    BROKEN_OFF = enum.auto()
 
 
 def _usable() -> ctypes.CDLL | None:
@@ -269,6 +270,8 @@ def _conclude(outcome: Outcome, epoch: int, links: Sequence[Link], kind: Kind = 
         raise link.ended(f"does not take data any more ({reason})")
     if code is _Code.HUNG_UP:
         raise link.ended("hung up")
+    if code is _Code.BROKEN_OFF:
+        raise LinkEnded(link, BROKEN_OFF)
     if code is _Code.NO_ROOM:
         raise LinkEnded(link, f"took no data for {patience}")
     if code is _Code.STUCK:

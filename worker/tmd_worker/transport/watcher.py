@@ -33,6 +33,8 @@ class Watcher:
     def add(self, link: Link) -> None:
         """From now on, also if it has hung up already."""
         with self._lock:
+            if link.ending:
+                return  # `remove` has come before, and its descriptor may be another link's by now
             self._links[link.fd] = link
             try:
                 self._epoll.register(link.fd, select.EPOLLRDHUP)
