@@ -89,8 +89,13 @@ def test_a_name_that_only_this_machine_can_reach_is_refused_if_there_are_others(
     assert "which no other machine can reach" in refusal("n1", daemon=RemoteDaemon("http://head:7070", None, "http://head:7070"))
 
 
-def test_a_daemon_whose_name_cannot_be_resolved_is_refused_unless_the_address_is_given() -> None:
-    """Where this node's ranks listen is found on the way to the daemon."""
+def test_a_daemon_whose_name_cannot_be_resolved_is_refused_unless_the_address_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this node's ranks listen is found on the way to the daemon. No name server is asked: some know every name."""
+
+    def unresolved(*_: object, **__: object) -> list[object]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
     unknown = DaemonAddress.parse("http://no-such-host.invalid:7070")
     says = "no address for this node's ranks: the daemon's host 'no-such-host.invalid' cannot be resolved or reached ("
     assert says in refusal(None, daemon=unknown)

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.daemon.rig import DEADLINE_S, Daemon
+from tests.daemon.rig import Daemon
 
+#: Four processes that import PyTorch, beside other tests.
+DEADLINE_S = 180.0
 SCRIPT = """
 import torch
 from tmd_worker import Session

@@ -230,7 +230,7 @@ def test_beside_a_process_that_writes_nothing_is_ever_called_damage(tmp_path: Pa
         deadline = time.monotonic() + DEADLINE_S
         logs = set()
         looks = 0
-        while looks < 100 or len(logs) < 20:
+        while looks < 40 or len(logs) < 5:
             assert lost_commits(database) == ""
             logs.add(log_of(database).read_bytes()[:HEADER_BYTES])
             looks += 1

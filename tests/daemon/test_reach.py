@@ -1,4 +1,7 @@
-"""A node whose ranks listen on a loopback address takes no part in a job with other machines; on one machine it does."""
+"""A node whose ranks listen on a loopback address takes no part in a job with other machines; on one machine it does.
+
+Needs root, for namespaces.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ log = logging.getLogger("tmd.daemon")
 
 #: The head of a connection's first request must have come by then; aiohttp itself waits for it without end.
 REQUEST_TIMEOUT_S = 10.0
+_HEARING_S = 1.0
 #: Connections have this long to end by themselves when the daemon stops.
 STOP_TIMEOUT_S = 3.0
 #: One line in this time about connections that are turned away.
@@ -46,7 +47,9 @@ class Callers:
             return _TurnedAway()
         handler = server()
         self._silent.add(handler)
-        asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, self._end_if_silent, handler)
+        loop = asyncio.get_running_loop()
+        # In two steps: after a stall of this process a request that came meanwhile is heard only after the first one.
+        loop.call_later(REQUEST_TIMEOUT_S, lambda: loop.call_later(_HEARING_S, self._end_if_silent, handler))
         return handler
 
     @web.middleware

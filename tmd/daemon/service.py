@@ -257,12 +257,12 @@ async def _listening(app: web.Application, listener: socket.socket) -> AsyncIter
         try:
             yield
         finally:
+            if path is not None:
+                # While it still listens: later it might be the next daemon's.
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
             server.close()
     finally:
-        if path is not None:
-            # While it still listens: later it might be the next daemon's.
-            with contextlib.suppress(OSError):
-                os.unlink(path)
         await runner.cleanup()
 
 

@@ -34,6 +34,12 @@ class Existing(NamedTuple):
     database: Database
 
 
+async def require_whole(url: URL) -> None:
+    """Before anything is opened. Raises LedgerDamaged, OSError."""
+    if found := await damage_before_opening(url):
+        raise LedgerDamaged(f"ledger {shown(url)} is damaged: {found}", BRING_BACK)
+
+
 @contextlib.asynccontextmanager
 async def existing(database_url: str) -> AsyncIterator[Existing]:
     """Raises BadDatabaseUrl, NoLedger, LedgerUnavailable, LedgerDamaged; trouble of the database within it is one of these."""
@@ -41,8 +47,7 @@ async def existing(database_url: str) -> AsyncIterator[Existing]:
     shown_url = shown(url)
     _require_file(url)
     with translated(shown_url):
-        if found := await damage_before_opening(url):
-            raise LedgerDamaged(f"ledger {shown_url} is damaged: {found}", BRING_BACK)
+        await require_whole(url)
         database = connect(url)
         try:
             yield Existing(url, shown_url, database)

@@ -20,8 +20,9 @@ from sqlalchemy import Connection, delete, select, tuple_, update
 
 from tmd.core.instructions import Persist, ReleaseNode
 from tmd.ledger import revisions, schema
-from tmd.ledger.engine import Database, connect, damage, damage_before_opening, parse_url, shown
+from tmd.ledger.engine import Database, connect, damage, parse_url, shown
 from tmd.ledger.errors import BRING_BACK, LedgerDamaged, LedgerTakenOver, translated
+from tmd.ledger.existing import require_whole
 from tmd.ledger.reading import JOB_ENDED, LedgerReader
 from tmd.ledger.rows import to_row, unsealed, upsert
 
@@ -182,8 +183,7 @@ async def _first_transaction(database_url: str, work: Callable[[Connection], _Re
 
     async with contextlib.AsyncExitStack() as on_failure:
         with translated(shown_url):
-            if found := await damage_before_opening(url):
-                raise LedgerDamaged(f"ledger {shown_url} is damaged: {found}", BRING_BACK)
+            await require_whole(url)
             database = connect(url)
             on_failure.push_async_callback(database.close)
             async with asyncio.timeout(OPEN_TIMEOUT_S):

@@ -40,7 +40,7 @@ class Gradients:
 
     def learn(self) -> None:
         """The shadow steps are over: a standby keeps the memory for its role's gradients, zeros by now, as in the pause it would
-        take as long as to hand over a quarter of the state."""
+        take as long as to hand over a tenth of the state."""
         zeroed = {name: _zeroed(parameter.grad) for name, parameter in self._parameters.items()}
         self._learned = {name: gradient for name, gradient in zeroed.items() if gradient is not None}
 

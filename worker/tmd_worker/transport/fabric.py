@@ -352,7 +352,7 @@ class Fabric:
             thread.start()
 
     def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt, *, shares: bool) -> Link:
-        """A link between two members of a group for send/recv or all-to-all alone. Raises GroupGone, LinkError or Cancelled."""
+        """A link between two members of a group, for send/recv or a `direct` one. Raises GroupGone, LinkError or Cancelled."""
         return self._linking.open_pair(group, label, peer, attempt, shares=shares)
 
     def pair_opened(self, group: Group, use: str, peer: int, link: Link) -> None:

@@ -295,7 +295,7 @@ class Departures:
         self._spawn(f"leave-{group.name}", lambda: self._tell_all(group.name))
 
     def adopt(self, group: Group, use: str, peer: int, link: Link) -> None:
-        """This link for messages or all-to-all has just been opened, and whoever leaves the group from now on finds it. Raises
+        """This link for messages, or direct one, has just been opened, and whoever leaves the group from now on finds it. Raises
         GroupGone if that has been done, in this process."""
         with self._lock:
             live = self._standing.live

@@ -120,7 +120,7 @@ class Linking:
             raise discarded
 
     def open_pair(self, group: Group, label: str, peer: int, attempt: Attempt, *, shares: bool) -> Link:
-        """A link between two members of a group for send/recv or all-to-all alone. Raises GroupGone, LinkError or Cancelled."""
+        """A link between two members of a group, for send/recv or a `direct` one. Raises GroupGone, LinkError or Cancelled."""
         with self._lock:
             live = self._standing.live
         if live is None or live.epoch != attempt.epoch:
