@@ -286,7 +286,7 @@ def test_when_nobody_with_the_state_is_left_the_job_is_given_up() -> None:
     cluster.agents["n0"].stopped = False
     cluster.kill_rank(0)
     assert (cluster.job.state, cluster.job.exit_code) == ("failed", 75)
-    assert "no rank with the state of step 3 is left" in cluster.job.reason
+    assert "no rank with the state is left (last heard of: step 3)" in cluster.job.reason
 
 
 def test_an_install_that_does_not_come_to_an_end_is_tried_again_under_the_next_epoch() -> None:

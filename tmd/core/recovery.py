@@ -165,7 +165,8 @@ def _nobody_is_left(job: Job, now: float, recovery: Recovery) -> None:
     if job.commits.next_step == 0:
         _restart(job, now, f"{recovery.sign}, and no rank with its state is left")
     else:
-        fail_job(job, now, EXIT_GIVEN_UP, f"{recovery.sign}, and no rank with the state of step {job.commits.next_step} is left")
+        heard = job.commits.next_step  # ranks may have been ahead of what they had reported
+        fail_job(job, now, EXIT_GIVEN_UP, f"{recovery.sign}, and no rank with the state is left (last heard of: step {heard})")
 
 
 # -------------------------------------------------------------------- joiners
