@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, until
 from tests.e2e.losses_rig import running_agents
 from tests.usage import Usage, growth
 
-MOVES = int(os.environ.get("TMD_MOVES", "20"))
+MOVES = int(os.environ.get("TMD_MOVES", "12"))
 #: Of four ranks these move in turn; the others stay, and their nodes.
 MOVED = (1, 2)
 STAYERS = (0, 3)
@@ -38,6 +38,7 @@ def test_many_planned_moves_leave_nothing_behind(tmp_path: Path) -> None:
             migration_id = job.request("--rank", str(MOVED[number % len(MOVED)]))
             done = job.wait_migration(migration_id, "done")
             assert (done["steps_redone"], done["stayer_links_reopened"]) == (0, 0)
+            until(lambda left=left: cluster.node(left)["manager_state"] == "IDLE", f"{left} is given back")
             cluster.reboot(left)
             if number >= SETTLED_AFTER:
                 for each in usage.values():
