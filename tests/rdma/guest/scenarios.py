@@ -238,9 +238,10 @@ def peer_down() -> dict[str, Any]:
     facts = {"reason": direct.failing_read(work, timeout_s=30.0), "noticed_s": fault.seconds, "missing": work.missing}
     tcp.read(work)
     facts |= {"equal": tensors.checksums() == source.checksums, "guarded": tensors.guarded()}
+    # Before the source's end is closed: its kernel may panic when packets that wait for the link outlive their queue pair.
+    set_link("up", there)
     direct.close()
     tcp.close()
-    set_link("up", there)
     return facts
 
 
