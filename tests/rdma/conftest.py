@@ -39,7 +39,7 @@ def results() -> Iterator[dict[str, dict[str, Any]]]:
                 machines.append(VirtualMachine(host, initrd, [cable[host - 1] for cable in cables], arguments))
             deadline_s = time.monotonic() + DEADLINE_S
             machines[0].wait_for("sources", deadline_s)
-            machines[1].wait_for("end", deadline_s)
+            machines[1].wait_for("end", deadline_s, needs=machines[0])
             found = machines[1].results
             (CONSOLES / "results.json").write_text(json.dumps(found, indent=1) + "\n")
             yield found

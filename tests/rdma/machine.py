@@ -28,6 +28,8 @@ KERNEL = CONSOLES / "kernel"
 QEMU = "qemu-system-x86_64"
 BUSYBOX = Path("/bin/busybox")
 RESULT = "RESULT "
+#: A machine that has ended may still be read to its last line.
+ENDED_S = 10.0
 MEMORY_MIB = 2048
 #: Everything that can be emulated, but for string instructions: copies with them are emulated byte by byte.
 CPU = "max,-erms,-fsrm"
@@ -177,6 +179,7 @@ class VirtualMachine:
             pass_fds=[link.fileno() for link in links],
             preexec_fn=_end_with_parent,
         )
+        self._ended_s = 0.0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -202,14 +205,24 @@ class VirtualMachine:
                 found[report.pop("name")] = report
         return found
 
-    def wait_for(self, name: str, deadline_s: float) -> None:
-        """Until the guest has reported this, or has ended. `deadline_s`: a moment of time.monotonic()."""
+    def wait_for(self, name: str, deadline_s: float, needs: VirtualMachine | None = None) -> None:
+        """Until the guest has reported this, or it or the other machine that it `needs` has ended, after a panic for example.
+        `deadline_s`: a moment of time.monotonic()."""
         with self._changed:
             while name not in self.results:
                 left_s = deadline_s - time.monotonic()
                 assert left_s > 0, f"machine {self.name} did not report {name!r} in time; its console:\n{self.tail()}"
-                assert self._process.poll() is None, f"machine {self.name} ended before {name!r}; its console:\n{self.tail()}"
+                for machine in (self, needs):
+                    if machine is not None and machine.ended_for_s() > ENDED_S:
+                        raise AssertionError(f"machine {machine.name} ended before {name!r}; its console:\n{machine.tail()}")
                 self._changed.wait(min(left_s, 1.0))
+
+    def ended_for_s(self) -> float:
+        """Seconds since that was seen; 0 while it runs."""
+        if self._process.poll() is None:
+            return 0.0
+        self._ended_s = self._ended_s or time.monotonic()
+        return time.monotonic() - self._ended_s
 
     def tail(self) -> str:
         return "\n".join(self.lines[-60:])
