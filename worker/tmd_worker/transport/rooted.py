@@ -176,9 +176,8 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
     """One behind the other."""
     if len(parts) == 1:
         return parts[0]
-    room = parts[0].new_empty(len(parts) * parts[0].numel())
-    for place, part in zip(room.view(len(parts), -1), parts, strict=True):
-        place.copy_(part)
+    room = parts[0].new_empty(sum(part.numel() for part in parts))
+    _copied(parts, room)
     return room
 
 
